@@ -1,0 +1,1 @@
+"""What every process has: the machine protocol, the ZMQ loop, supervision, logging."""

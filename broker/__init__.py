@@ -1,0 +1,1 @@
+"""Routes requests to workers; all of its state is soft."""

@@ -1,0 +1,1 @@
+"""The client SDK: pyzmq, msgpack and msgspec only."""

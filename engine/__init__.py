@@ -1,0 +1,1 @@
+"""One device, no network: scheduler, sampler, runner, detokenizer."""

@@ -1,0 +1,122 @@
+"""What one engine step computes, and what came of it: the seam between scheduler and device.
+
+A device runs any mix of prefill chunks and decodes as one batch. Everything here is plain data;
+the compiled step, the torch path and the simulated device take the same `Batch`.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+from llmrt.wire.sampling import SamplingParams
+
+SequenceId = NewType("SequenceId", int)
+ArenaId = NewType("ArenaId", str)
+"""`local`, or the name and epoch of the peer whose arena is mapped here."""
+
+LOCAL_ARENA = ArenaId("local")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How to draw the token after a row's last one.
+
+    `position` is the index that the drawn token takes in its sequence; with `seed` it decides the
+    random number, and nothing else does. `token_ids` holds the sequence so far, of which the
+    first `num_prompt` are the prompt. `banned` tokens cannot be drawn (end tokens before
+    min_tokens).
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    token_ids: "array[int]"
+    num_prompt: int
+    banned: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step: compute `token_ids` at positions `start` on.
+
+    `blocks` is the block table in `arena`: entry i holds positions [i * 32, (i + 1) * 32).
+    KV of positions below `start` is there already; the step writes that of the new positions.
+    `sample` is None for a prefill chunk that is not the last.
+    """
+
+    sequence_id: SequenceId
+    arena: ArenaId
+    token_ids: "array[int]"
+    start: int
+    blocks: "array[int]"
+    sample: SampleSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    step_id: int
+    rows: tuple[Row, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log probability of the drawn token, and the best alternatives (id, log probability).
+
+    Of the model's distribution, before temperature and filters.
+    """
+
+    drawn: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The token drawn for a row with `sample`; `rank`s and log probabilities if wanted."""
+
+    sequence_id: SequenceId
+    token_id: int
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`drawn` has one entry per row with a `sample`, in the order of the rows."""
+
+    step_id: int
+    drawn: tuple[Drawn, ...]
+    duration_s: float
+
+
+class Device(Protocol):
+    """Executes steps over arenas of KV blocks. Called from one thread only."""
+
+    numerics_id: str
+
+    def run(self, batch: Batch) -> StepResult:
+        """Execute one step; returns when its KV writes are visible to other processes."""
+        ...
+
+    def add_arena(self, arena: ArenaId, buffer: memoryview) -> None:
+        """Make `buffer` (num_blocks * block_bytes, in the layout of the contract) usable."""
+        ...
+
+    def remove_arena(self, arena: ArenaId) -> None:
+        """Forget an arena; no later batch names it."""
+        ...
+
+
+class Vocabulary(Protocol):
+    """What detokenizing and stopping need to know of a tokenizer."""
+
+    token_bytes: Sequence[bytes]
+    """Bytes that each token id adds to the text; empty for control tokens."""
+
+    eos_token_ids: frozenset[int]
+
+    strips_leading_space: bool
+    """The first space of a decoded text is an artefact of the tokenizer (SentencePiece)."""

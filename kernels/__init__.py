@@ -1,0 +1,1 @@
+"""Tensor operations: a plain reference for each, and faster ones per device."""

@@ -1,0 +1,1 @@
+"""Model files: formats, the `ModelSpec` that describes a decoder, tokenizers, templates."""

@@ -1,0 +1,1 @@
+"""The real machines under a virtual clock and a seeded, faulty network."""

@@ -1,0 +1,1 @@
+"""What crosses a process: ids, messages, errors and their encoding."""

@@ -1,0 +1,339 @@
+"""Every message between processes, by its kind.
+
+Each kind is a constant here; its body is the struct named beside it. Bodies are frozen; unknown
+fields of a later minor version are ignored. `docs/wire.md` says who sends what to whom.
+"""
+
+import msgspec
+
+from llmrt.wire.kv import KvContract
+from llmrt.wire.sampling import SamplingParams
+
+# client -> broker
+HELLO = "hello"  # Hello
+GENERATE = "generate"  # Generate, raw prompt
+CANCEL = "cancel"  # -
+ACK = "ack"  # -; header.seq = the next sequence number that the reader wants
+BEAT = "beat"  # -; also broker -> client and broker -> worker
+PS = "ps"  # -
+TOKENIZE = "tokenize"  # Tokenize, raw text
+
+# broker -> client
+WELCOME = "welcome"  # Welcome
+EVENTS = "events"  # step frames (llmrt.wire.steps)
+FINISHED = "finished"  # Finished; header.seq = number of tokens of the stream
+FAILED = "failed"  # Failure; terminal for the request that the header names
+PS_REPLY = "ps_reply"  # PsReply
+TOKENIZED = "tokenized"  # -, raw token ids
+
+# worker -> broker
+REGISTER = "register"  # Register
+HEARTBEAT = "heartbeat"  # Heartbeat
+STEP = "step"  # step frames
+BYE = "bye"  # -
+
+# broker -> worker
+REGISTERED = "registered"  # Registered
+REFUSED = "refused"  # Failure
+UNKNOWN_WORKER = "unknown_worker"  # -; register again
+DISPATCH = "dispatch"  # Route, then the frames behind the client's header, untouched
+PEERS = "peers"  # Peers
+
+# worker -> worker
+PEER_HELLO = "peer_hello"  # PeerHello
+OFFER = "offer"  # Offer, raw token ids, raw block numbers
+WITHDRAW = "withdraw"  # GrantRef
+STOPPED = "stopped"  # Stopped
+COMMIT = "commit"  # Commit
+COMMITTED = "committed"  # GrantRef
+CHUNK = "chunk"  # Chunk, raw block numbers in the sender's arena
+LEASE_RENEW = "lease_renew"  # LeaseRef
+LEASE_CONFIRM = "lease_confirm"  # LeaseRef
+LEASE_CONFIRMED = "lease_confirmed"  # LeaseState
+LEASE_RELEASE = "lease_release"  # LeaseRef
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """A client introduces its session. `process` lets a broker on the same host see it die."""
+
+    process: "ProcessName | None" = None
+
+
+class ProcessName(msgspec.Struct, frozen=True, kw_only=True):
+    """A process as the kernel knows it: only meaningful under the same boot and pid namespace.
+
+    `start_ticks` (field 22 of /proc/PID/stat) tells a reused pid apart.
+    """
+
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    start_ticks: int
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    broker_epoch: int
+    max_body_bytes: int
+    max_raw_bytes: int
+    max_frames: int
+    beat_s: float
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a chat; `content` is plain text."""
+
+    role: str
+    content: str
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request for text. `prompt_kind` says what the raw frame behind the body holds:
+
+    `text` (UTF-8), `tokens` (u32 ids) or `chat` (nothing: `messages` has the turns).
+    A higher `priority` runs first.
+    """
+
+    prompt_kind: str
+    sampling: SamplingParams
+    messages: tuple[ChatMessage, ...] = ()
+    model: str | None = None
+    priority: int = 0
+    forced_token_ids: bytes = b""
+
+
+class Tokenize(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Text, or a chat, to token ids. `add_special` adds what the model wants in front."""
+
+    messages: tuple[ChatMessage, ...] = ()
+    add_special: bool = True
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """`cached_tokens` of the prompt were found in a cache and not computed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a stream. `finish_reason`: stop, length or cancelled.
+
+    `timings_ms` has every stage in milliseconds of the process that measured it. `text` is what
+    a stop string held back until the end.
+    """
+
+    finish_reason: str
+    usage: Usage
+    timings_ms: dict[str, float]
+    decode_worker: str
+    prefill_worker: str
+    num_preemptions: int = 0
+    stop: str | int | None = None
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """`code` is one of `llmrt.wire.errors`; `message` is for people."""
+
+    code: str
+    message: str
+
+
+class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker as `ps` shows it."""
+
+    worker_id: str
+    epoch: int
+    role: str
+    state: str
+    model: str
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    tokens_per_s: float
+    heartbeat_age_s: float
+    links: dict[str, str]
+
+
+class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as `ps` shows it."""
+
+    request_id: str
+    stage: str
+    decode_worker: str
+    prefill_worker: str
+    num_tokens: int
+    age_s: float
+
+
+class PsReply(msgspec.Struct, frozen=True, kw_only=True):
+    broker_epoch: int
+    uptime_s: float
+    workers: tuple[WorkerRow, ...]
+    requests: tuple[RequestRow, ...]
+    counters: dict[str, int]
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A request that a worker answers for. `stage`: tokenizing, waiting, prefill, decode."""
+
+    request_id: bytes
+    epoch: int
+    n: int
+    stage: str
+
+
+class Register(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker offers its service. `link` is the endpoint where other workers reach it."""
+
+    worker_id: str
+    epoch: int
+    role: str
+    model: str
+    contract: KvContract
+    max_context: int
+    num_blocks: int
+    max_running: int
+    link: str
+    broker_epoch_seen: int
+    process: ProcessName
+    holding: tuple[Held, ...] = ()
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What routing looks at, and `ps` shows; counters grow since the start of the worker."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_quarantined_blocks: int = 0
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    links: dict[str, str] = {}
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent by the work loop, never by an I/O thread. `holding` names every request held."""
+
+    load: Load
+    holding: tuple[Held, ...] = ()
+
+
+class Registered(msgspec.Struct, frozen=True, kw_only=True):
+    broker_epoch: int
+    beat_s: float
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    worker_id: str
+    epoch: int
+    role: str
+    link: str
+    contract: KvContract
+    process: ProcessName
+
+
+class Peers(msgspec.Struct, frozen=True, kw_only=True):
+    """All workers that live now; a worker that is not listed any more is dead to its peers."""
+
+    peers: tuple[Peer, ...]
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The broker's choice for one attempt: who may prefill for this owner.
+
+    `kind` is generate or tokenize: what the client asked for.
+    """
+
+    kind: str = GENERATE
+    prefill_worker: str | None = None
+    prefill_epoch: int = 0
+
+
+class PeerHello(msgspec.Struct, frozen=True, kw_only=True):
+    """First message on a link, both ways. `bulk` is where the sender's arena can be read."""
+
+    worker_id: str
+    epoch: int
+    arena_generation: int
+    num_blocks: int
+    arena_socket: str
+    bulk: str
+    contract: KvContract
+    process: ProcessName
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """D asks P to prefill. Raw frames: all token ids; D's blocks for all of them.
+
+    `mode` is grant (P writes into D's arena in place) or lease (P computes in its own arena).
+    The first `num_cached` tokens are in D's blocks already (mode grant only). `num_prompt`
+    tells prompt from tokens generated before, for penalties.
+    """
+
+    grant_id: int
+    arena_generation: int
+    mode: str
+    num_cached: int
+    num_prompt: int
+    sampling: SamplingParams
+    seed: int
+    priority: int = 0
+    banned_token_ids: tuple[int, ...] = ()
+
+
+class GrantRef(msgspec.Struct, frozen=True, kw_only=True):
+    grant_id: int
+
+
+class Stopped(msgspec.Struct, frozen=True, kw_only=True):
+    """P will not touch the grant's blocks again: its last step that names them has returned."""
+
+    grant_id: int
+    reason: str
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """P's prefill is complete; the KV of all tokens of the offer is in place.
+
+    `token_id` is the first sampled token, `extras` its log probabilities as in a step row.
+    Times in milliseconds by P's clock.
+    """
+
+    grant_id: int
+    token_id: int
+    num_computed: int
+    num_cached: int
+    queue_ms: float
+    prefill_ms: float
+    extras: bytes = b""
+    lease_id: int = 0
+    sent_after_step_ms: float = 0.0
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks `first_block` on of the offer are complete in P's arena and may be read."""
+
+    grant_id: int
+    lease_id: int
+    arena_generation: int
+    first_block: int
+    is_last: bool
+
+
+class LeaseRef(msgspec.Struct, frozen=True, kw_only=True):
+    grant_id: int
+    lease_id: int
+    arena_generation: int
+
+
+class LeaseState(msgspec.Struct, frozen=True, kw_only=True):
+    lease_id: int
+    is_held: bool
+    remaining_ms: int

@@ -1,0 +1,1 @@
+"""Joins engine, KV arena and broker: a worker process."""

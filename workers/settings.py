@@ -1,0 +1,38 @@
+"""Settings of a worker."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """`role`: both, prefill or decode. Times in seconds.
+
+    `link` is where other workers reach this one; None takes a socket in `runtime_dir`.
+    `kv_tokens` sizes the arena; None takes 16 times the context, at most a quarter of memory.
+    `step_tokens` is the token budget of a step and so the prefill chunk. `transfer` is auto, shm
+    (in place, same host) or tcp. `placement` is auto, or local to prefill never elsewhere, or
+    remote to prefill elsewhere whenever a prefill worker is alive.
+    """
+
+    model: Path
+    role: str = "both"
+    broker: str = "tcp://127.0.0.1:7701"
+    worker_id: str | None = None
+    link: str | None = None
+    runtime_dir: Path | None = None
+    device: str = "torch"
+    dtype: str = "auto"
+    kv_cache_dtype: str = "bf16"
+    kv_tokens: int | None = None
+    max_context: int | None = None
+    max_running: int = 32
+    max_waiting: int = 1024
+    step_tokens: int = 512
+    threads: int | None = None
+    transfer: str = "auto"
+    placement: str = "auto"
+    has_prefix_cache: bool = True
+    trust_remote_code: bool = False
+    validate: bool = False
+    log_level: str = "info"
