@@ -86,15 +86,12 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
 
 
 def _number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if (
-        not is_number
-        or not math.isfinite(value)
-        or not low <= value <= high
-        or (above_low and value == low)
-    ):
-        bound = "above" if above_low else "from"
-        raise InvalidRequest(f"{name} is {value!r}: a number {bound} {low:g} to {high:g} is needed")
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        in_range = low < value <= high if above_low else low <= value <= high
+        if in_range:
+            return
+    bound = "above" if above_low else "from"
+    raise InvalidRequest(f"{name} is {value!r}: a number {bound} {low:g} to {high:g} is needed")
 
 
 def _count(name: str, values: "tuple[object, ...] | dict[int, float]", most: int) -> None:
