@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
+from llmrt.wire.errors import LlmrtError
 from llmrt.wire.sampling import SamplingParams
 
 SequenceId = NewType("SequenceId", int)
@@ -76,11 +77,15 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The token drawn for a row with `sample`; `rank`s and log probabilities if wanted."""
+    """The token drawn for a row with `sample`, with log probabilities if wanted.
+
+    `error` is set, and `token_id` is -1, if this row alone failed (its logits are not finite).
+    """
 
     sequence_id: SequenceId
     token_id: int
     logprobs: Logprobs | None = None
+    error: LlmrtError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +118,15 @@ class Device(Protocol):
 class Vocabulary(Protocol):
     """What detokenizing and stopping need to know of a tokenizer."""
 
-    token_bytes: Sequence[bytes]
-    """Bytes that each token id adds to the text; empty for control tokens."""
+    @property
+    def token_bytes(self) -> Sequence[bytes]:
+        """Bytes that each token id adds to the text; empty for control tokens."""
+        ...
 
-    eos_token_ids: frozenset[int]
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
 
-    strips_leading_space: bool
-    """The first space of a decoded text is an artefact of the tokenizer (SentencePiece)."""
+    @property
+    def strips_leading_space(self) -> bool:
+        """The first space of a decoded text is an artefact of the tokenizer (SentencePiece)."""
+        ...

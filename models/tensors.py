@@ -50,10 +50,17 @@ class WeightFile(Protocol):
     decides the output: sizes, types and content of every tensor.
     """
 
-    spec: ModelSpec
-    tensors: Mapping[str, StoredTensor]
-    ignored: Iterable[str]
-    metadata: Mapping[str, Any]
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+    @property
+    def ignored(self) -> Iterable[str]: ...
+
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
 
     def weights_hash(self) -> str: ...
 

@@ -11,7 +11,11 @@ U32_BYTES = 4
 
 def pack_u32(values: Iterable[int]) -> bytes:
     """4 bytes per value, little-endian. Values must be below 2**32."""
-    packed = values if isinstance(values, array) and values.typecode == "I" else array("I", values)
+    if isinstance(values, array) and values.typecode == "I":
+        packed = values
+    else:
+        # `array` reads bytes as machine values, not as the small integers that they iterate to.
+        packed = array("I", values if isinstance(values, list | tuple) else list(values))
     if sys.byteorder == "big":
         packed = array("I", packed)
         packed.byteswap()

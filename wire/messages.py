@@ -51,6 +51,7 @@ LEASE_RENEW = "lease_renew"  # LeaseRef
 LEASE_CONFIRM = "lease_confirm"  # LeaseRef
 LEASE_CONFIRMED = "lease_confirmed"  # LeaseState
 LEASE_RELEASE = "lease_release"  # LeaseRef
+MAP_FAILED = "map_failed"  # Failure: the sender cannot map the receiver's arena
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +99,6 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     messages: tuple[ChatMessage, ...] = ()
     model: str | None = None
     priority: int = 0
-    forced_token_ids: bytes = b""
 
 
 class Tokenize(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -106,6 +106,7 @@ class Tokenize(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     messages: tuple[ChatMessage, ...] = ()
     add_special: bool = True
+    model: str | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -248,12 +249,15 @@ class Peers(msgspec.Struct, frozen=True, kw_only=True):
 class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The broker's choice for one attempt: who may prefill for this owner.
 
-    `kind` is generate or tokenize: what the client asked for.
+    `kind` is generate or tokenize: what the client asked for. With `num_forced` the last raw
+    frame holds so many u32 token ids, which earlier attempts have passed on: the owner takes
+    them as drawn and goes on at the next sequence number.
     """
 
     kind: str = GENERATE
     prefill_worker: str | None = None
     prefill_epoch: int = 0
+    num_forced: int = 0
 
 
 class PeerHello(msgspec.Struct, frozen=True, kw_only=True):
@@ -285,7 +289,6 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: SamplingParams
     seed: int
     priority: int = 0
-    banned_token_ids: tuple[int, ...] = ()
 
 
 class GrantRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -314,7 +317,6 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill_ms: float
     extras: bytes = b""
     lease_id: int = 0
-    sent_after_step_ms: float = 0.0
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -334,6 +336,6 @@ class LeaseRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseState(msgspec.Struct, frozen=True, kw_only=True):
+    grant_id: int
     lease_id: int
     is_held: bool
-    remaining_ms: int

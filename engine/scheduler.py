@@ -1,0 +1,296 @@
+"""Which tokens of which sequences the next step computes. Pure.
+
+A sequence is *waiting* (no blocks), *running* (has blocks, or blocks of another worker's arena)
+or *parked* (its prompt is computed elsewhere; its blocks lie in a grant). Each step takes one
+token of every running sequence that decodes, then prefill chunks up to the budget.
+
+Rules that are hard to see in the code:
+
+- A prefill chunk ends on a multiple of `chunk_tokens`, or with the prompt, whatever else is in
+  the step: so chunk boundaries, and with them the text, do not depend on company.
+- A local prompt gets blocks for its whole length when it starts; only decodes can run out, and
+  then the policy names whom to preempt. A preempted sequence waits and is computed again from
+  its tokens, by the same code as a new one.
+- While a step runs, the sequences in it keep their blocks, even if they are removed.
+"""
+
+from array import array
+from dataclasses import dataclass
+
+from llmrt.engine import policy
+from llmrt.engine.batch import LOCAL_ARENA, Batch, Drawn, Row, SequenceId, StepResult
+from llmrt.engine.sequence import Sequence, num_blocks_for
+from llmrt.kvtransfer.block_hash import hash_blocks
+from llmrt.kvtransfer.ledger import Ledger
+from llmrt.wire.ids import BlockId
+from llmrt.wire.kv import BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """`step_tokens` bounds a step, `chunk_tokens` is the grid on which prefill chunks end."""
+
+    max_running: int = 32
+    step_tokens: int = 512
+    chunk_tokens: int = 256
+    has_prefix_cache: bool = True
+
+
+class Scheduler:
+    """Owns the sequences of one worker; allocates their blocks from the ledger."""
+
+    def __init__(self, ledger: Ledger, settings: SchedulerSettings) -> None:
+        self.ledger = ledger
+        self.settings = settings
+        self.waiting: dict[SequenceId, Sequence] = {}
+        self.running: dict[SequenceId, Sequence] = {}
+        self.parked: dict[SequenceId, Sequence] = {}
+        self.step: Batch | None = None
+        self.num_steps = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
+        self._in_step: list[Sequence] = []
+
+    # -- sequences come and go ---------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; its blocks, if it has any, lie in another worker's arena."""
+        self.waiting[sequence.sequence_id] = sequence
+
+    def next_waiting(self) -> Sequence | None:
+        return min(self.waiting.values(), key=lambda s: s.sort_key, default=None)
+
+    def park(self, sequence: Sequence) -> None:
+        """Take a waiting sequence out while its prompt is computed elsewhere."""
+        del self.waiting[sequence.sequence_id]
+        self.parked[sequence.sequence_id] = sequence
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Its prompt will not be computed elsewhere: wait again, without blocks."""
+        del self.parked[sequence.sequence_id]
+        self.waiting[sequence.sequence_id] = sequence
+
+    def join(self, sequence: Sequence, blocks: list[BlockId], token_id: int) -> None:
+        """A parked sequence runs: `blocks` hold the KV of all its tokens, `token_id` is next."""
+        del self.parked[sequence.sequence_id]
+        sequence.blocks = array("I", blocks)
+        sequence.num_computed = len(sequence.token_ids)
+        sequence.num_sealed = sequence.num_cached // BLOCK_TOKENS
+        self.running[sequence.sequence_id] = sequence
+        self._seal(sequence)
+        sequence.token_ids.append(token_id)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Let go of a sequence and its blocks, at once or when the running step returns."""
+        for table in (self.waiting, self.running, self.parked):
+            table.pop(sequence.sequence_id, None)
+        sequence.is_removed = True
+        if not sequence.in_step:
+            self._release(sequence)
+
+    # -- prefix cache ------------------------------------------------------------------------
+
+    def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Hashes of the full blocks before its last token: that one is always computed."""
+        if not self.settings.has_prefix_cache:
+            return []
+        self._hash(sequence)
+        return sequence.block_hashes[: (len(sequence.token_ids) - 1) // BLOCK_TOKENS]
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch | None:
+        """The next step, or None if one is running or nothing can run."""
+        if self.step is not None:
+            return None
+        rows = self._decode_rows()
+        rows += self._prefill_rows(self.settings.step_tokens - len(rows))
+        if not rows:
+            return None
+        self.num_steps += 1
+        self.step = Batch(self.num_steps, tuple(rows))
+        return self.step
+
+    def complete(self, result: StepResult) -> list[tuple[Sequence, Drawn]]:
+        """The running step returned: the sequences that have a new token, or a failure instead."""
+        assert self.step is not None
+        assert self.step.step_id == result.step_id
+        for sequence, row in zip(self._in_step, self.step.rows, strict=True):
+            sequence.in_step = False
+            if sequence.is_removed:
+                self._release(sequence)
+                continue
+            sequence.num_computed = row.start + len(row.token_ids)
+            self._seal(sequence)
+        by_id = {sequence.sequence_id: sequence for sequence in self._in_step}
+        self.step, self._in_step = None, []
+        drawn = []
+        for token in result.drawn:
+            sequence = by_id[token.sequence_id]
+            if not sequence.is_removed:
+                if token.error is None:
+                    sequence.token_ids.append(token.token_id)
+                drawn.append((sequence, token))
+        return drawn
+
+    def abandon_step(self) -> list[Sequence]:
+        """The running step failed: what it computed is unknown, so its sequences are given back."""
+        sequences, self._in_step, self.step = self._in_step, [], None
+        for sequence in sequences:
+            sequence.in_step = False
+            if sequence.is_removed:
+                self._release(sequence)
+        return [sequence for sequence in sequences if not sequence.is_removed]
+
+    def has_slot(self) -> bool:
+        """True if one more sequence may run or be parked."""
+        return len(self.running) + len(self.parked) < self.settings.max_running
+
+    def has_room(self, num_blocks: int) -> bool:
+        """True if `num_blocks` can be taken and what runs can still grow."""
+        return num_blocks + self.reserve() <= self.ledger.available()
+
+    def reserve(self) -> int:
+        """Blocks to leave for the growth of what runs or is parked here."""
+        mine = [s for s in self.running.values() if s.arena == LOCAL_ARENA]
+        return policy.growth_reserve([*mine, *self.parked.values()])
+
+    def check(self) -> None:
+        """Assert that every sequence is in one place and has the blocks that it needs."""
+        tables = (self.waiting, self.running, self.parked)
+        assert sum(map(len, tables)) == len(set().union(*tables))
+        for sequence in self.running.values():
+            assert not sequence.is_removed
+            assert sequence.num_computed <= len(sequence.blocks) * BLOCK_TOKENS
+            assert sequence.num_computed < len(sequence.token_ids) <= sequence.max_length
+        for sequence in self.waiting.values():
+            assert sequence.num_computed == 0
+            assert not sequence.in_step
+            assert not sequence.blocks or sequence.arena != LOCAL_ARENA
+        assert (self.step is None) == (not self._in_step)
+
+    # -- details -----------------------------------------------------------------------------
+
+    def _decode_rows(self) -> list[Row]:
+        rows = []
+        for sequence in sorted(self.running.values(), key=lambda s: s.sort_key):
+            if sequence.is_prefilling or sequence.sequence_id not in self.running:
+                continue
+            if self._grow(sequence):
+                rows.append(self._row(sequence, len(sequence.token_ids)))
+        self.num_decode_tokens += len(rows)
+        return rows
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Give a decoding sequence room for its last token; False if it was preempted for that."""
+        while len(sequence.blocks) * BLOCK_TOKENS < len(sequence.token_ids):
+            blocks = self.ledger.allocate(1)
+            if blocks is not None:
+                sequence.blocks.extend(blocks)
+                continue
+            victim = policy.preemption_victim(
+                s for s in self.running.values() if s.arena == LOCAL_ARENA
+            )
+            if victim is None or victim is sequence:
+                self._preempt(sequence)
+                return False
+            self._preempt(victim)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        del self.running[sequence.sequence_id]
+        self._release(sequence)
+        sequence.num_preemptions += 1
+        self.waiting[sequence.sequence_id] = sequence
+
+    def _prefill_rows(self, budget: int) -> list[Row]:
+        rows: list[Row] = []
+        self._admit()
+        # Also one that was admitted with all but its last token cached: it has no decode row yet.
+        prefilling = [s for s in self.running.values() if not s.in_step]
+        order = policy.prefill_order(prefilling)
+        for i, sequence in enumerate(order):
+            # The oldest leaves one chunk for the others, if there are any.
+            share = budget - self.settings.chunk_tokens if i == 0 and len(order) > 1 else budget
+            end = self._chunk_end(sequence, max(share, 0), is_first=not rows)
+            if end > sequence.num_computed:
+                rows.append(self._row(sequence, end))
+                budget -= end - sequence.num_computed
+                self.num_prefill_tokens += end - sequence.num_computed
+        return rows
+
+    def _chunk_end(self, sequence: Sequence, budget: int, *, is_first: bool) -> int:
+        """Where the next chunk ends: on the grid or with the prompt, within the budget."""
+        grid, start, total = self.settings.chunk_tokens, sequence.num_computed, sequence.num_pending
+        if total <= budget:
+            return start + total
+        end = (start + budget) // grid * grid
+        if end <= start and is_first:
+            end = min((start // grid + 1) * grid, start + total)
+        return max(end, start)
+
+    def _admit(self) -> None:
+        while self.has_slot():
+            sequence = self.next_waiting()
+            if sequence is None or not self._start(sequence):
+                return
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence blocks for its whole length, the cached prefix included."""
+        if sequence.arena == LOCAL_ARENA:
+            hashes = self.prefix_hashes(sequence)
+            needed = num_blocks_for(len(sequence.token_ids))
+            prefix = self.ledger.take_prefix(hashes)
+            missing = needed - len(prefix)
+            blocks = self.ledger.allocate(missing) if self.has_room(missing) else None
+            if blocks is None:
+                self.ledger.release(prefix)
+                return False
+            sequence.blocks = array("I", [*prefix, *blocks])
+            sequence.num_computed = len(prefix) * BLOCK_TOKENS
+            sequence.num_sealed = len(prefix)
+            if sequence.num_preemptions == 0:
+                sequence.num_cached = sequence.num_computed
+        else:
+            sequence.num_computed = sequence.num_cached
+        del self.waiting[sequence.sequence_id]
+        self.running[sequence.sequence_id] = sequence
+        return True
+
+    def _row(self, sequence: Sequence, end: int) -> Row:
+        sequence.in_step = True
+        self._in_step.append(sequence)
+        is_last = end == len(sequence.token_ids)
+        return Row(
+            sequence_id=sequence.sequence_id,
+            arena=sequence.arena,
+            token_ids=sequence.token_ids[sequence.num_computed : end],
+            start=sequence.num_computed,
+            blocks=sequence.blocks[:],
+            sample=sequence.sample_spec() if is_last else None,
+        )
+
+    def _hash(self, sequence: Sequence) -> None:
+        hashes = sequence.block_hashes
+        num_full = len(sequence.token_ids) // BLOCK_TOKENS
+        if len(hashes) < num_full:
+            start = len(hashes) * BLOCK_TOKENS
+            new = sequence.token_ids[start : num_full * BLOCK_TOKENS]
+            hashes += hash_blocks(new, parent=hashes[-1] if hashes else b"")
+
+    def _seal(self, sequence: Sequence) -> None:
+        """Put blocks that are complete into the prefix cache."""
+        if sequence.arena != LOCAL_ARENA or not self.settings.has_prefix_cache:
+            return
+        num_full = sequence.num_computed // BLOCK_TOKENS
+        if num_full > sequence.num_sealed:
+            self._hash(sequence)
+            for i in range(sequence.num_sealed, num_full):
+                self.ledger.seal(BlockId(sequence.blocks[i]), sequence.block_hashes[i])
+            sequence.num_sealed = num_full
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.arena == LOCAL_ARENA:
+            self.ledger.release([BlockId(block) for block in sequence.blocks])
+            sequence.blocks = array("I")
+            sequence.num_computed = sequence.num_sealed = 0

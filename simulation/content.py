@@ -1,0 +1,144 @@
+"""Arenas with content, and a device whose next token is a function of what the blocks hold.
+
+A slot holds a running hash of all tokens up to its position. A device reads the hash before its
+first new token from the block, not from the sequence; so a block that is partial, stale, foreign
+or written twice changes every token after it, and the text tells.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from llmrt.engine.batch import ArenaId, Batch, Drawn, Row, SequenceId, StepResult
+from llmrt.kvtransfer.ledger import Ledger
+from llmrt.wire.ids import BlockId
+from llmrt.wire.kv import BLOCK_TOKENS
+from llmrt.wire.sampling import SamplingParams
+
+EMPTY = b""
+VOCAB_SIZE = 512
+EOS_TOKEN_ID = 1
+NUM_CONTROL = 3
+
+
+class SimVocabulary:
+    """Token n is the text of a two-letter word and a space; token 1 ends."""
+
+    def __init__(self) -> None:
+        words = [f"{chr(97 + n // 26 % 26)}{chr(97 + n % 26)} ".encode() for n in range(VOCAB_SIZE)]
+        self.token_bytes: Sequence[bytes] = [b""] * NUM_CONTROL + words[NUM_CONTROL:]
+        self.eos_token_ids = frozenset({EOS_TOKEN_ID})
+        self.strips_leading_space = False
+
+
+def fold(digest: bytes, token_id: int) -> bytes:
+    """The hash of one more token."""
+    return blake2b(digest + token_id.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def next_token(digest: bytes, seed: int, position: int, banned: tuple[int, ...]) -> int:
+    """The token behind a prefix: some 1 in 64 ends the text."""
+    salt = seed.to_bytes(8, "little") + position.to_bytes(4, "little")
+    for attempt in range(256):
+        draw = blake2b(digest + salt + bytes([attempt]), digest_size=4).digest()
+        value = int.from_bytes(draw, "little")
+        if value % 64 == 0:
+            token_id = EOS_TOKEN_ID
+        else:
+            token_id = NUM_CONTROL + value // 64 % (VOCAB_SIZE - NUM_CONTROL)
+        if token_id not in banned:
+            return token_id
+    raise AssertionError("256 draws are all banned")
+
+
+def expected_tokens(prompt: "array[int]", params: SamplingParams, max_context: int) -> list[int]:
+    """What any layout must answer, computed without blocks."""
+    digest = EMPTY
+    for token_id in prompt:
+        digest = fold(digest, token_id)
+    room = max_context - len(prompt)
+    limit = min(room, params.max_tokens) if params.max_tokens is not None else room
+    tokens: list[int] = []
+    while len(tokens) < limit:
+        ends = (EOS_TOKEN_ID, *params.stop_token_ids)
+        banned = tuple(sorted(ends)) if len(tokens) < params.min_tokens else ()
+        token_id = next_token(digest, params.seed or 0, len(prompt) + len(tokens), banned)
+        tokens.append(token_id)
+        if token_id in params.stop_token_ids or (
+            token_id == EOS_TOKEN_ID and not params.ignore_eos
+        ):
+            break
+        digest = fold(digest, token_id)
+    return tokens
+
+
+@dataclass(slots=True)
+class SimArena:
+    """`slots[block][offset]` is the hash at that position, None before the first write.
+
+    `ledger` is its owner's: each write is held against the state of its block.
+    """
+
+    name: str
+    generation: int
+    ledger: Ledger
+    slots: list[list[bytes | None]] = field(init=False)
+    violations: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.slots = [[None] * BLOCK_TOKENS for _ in range(self.ledger.num_blocks)]
+
+    def read(self, blocks: "array[int]", position: int) -> bytes | None:
+        return self.slots[blocks[position // BLOCK_TOKENS]][position % BLOCK_TOKENS]
+
+    def write(self, writer: str, blocks: "array[int]", position: int, digest: bytes | None) -> None:
+        block = blocks[position // BLOCK_TOKENS]
+        state = self.ledger.state_of(BlockId(block))
+        allowed = ("held",) if writer == self.name else ("granted", "quarantined")
+        if state not in allowed:
+            self.violations.append(f"{writer} wrote into {state} block {block} of {self.name}")
+        self.slots[block][position % BLOCK_TOKENS] = digest
+
+    def copy_in(self, block: int, content: list[bytes | None]) -> None:
+        """What a read under a lease brings into a block that its owner granted to itself."""
+        state = self.ledger.state_of(BlockId(block))
+        if state != "granted":
+            self.violations.append(f"a read wrote into {state} block {block} of {self.name}")
+        self.slots[block] = list(content)
+
+
+class SimDevice:
+    """Runs batches over arenas with content."""
+
+    numerics_id = "simulated"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.arenas: dict[ArenaId, SimArena] = {}
+
+    def run(self, batch: Batch, *, num_slots: int | None = None) -> StepResult:
+        """Execute a step; with `num_slots` the process dies after writing that many."""
+        drawn: list[Drawn] = []
+        for row in batch.rows:
+            digest, num_slots = self._compute(row, num_slots)
+            if row.sample is not None and digest is not None:
+                sample = row.sample
+                token_id = next_token(digest, sample.seed, sample.position, sample.banned)
+                drawn.append(Drawn(SequenceId(row.sequence_id), token_id))
+            elif row.sample is not None:
+                # Nonsense on purpose: the text must tell that a block was not what it should be.
+                drawn.append(Drawn(SequenceId(row.sequence_id), VOCAB_SIZE - 1))
+        return StepResult(batch.step_id, tuple(drawn), 0.0)
+
+    def _compute(self, row: Row, num_slots: int | None) -> tuple[bytes | None, int | None]:
+        arena = self.arenas[row.arena]
+        digest = arena.read(row.blocks, row.start - 1) if row.start else EMPTY
+        for i, token_id in enumerate(row.token_ids):
+            if num_slots is not None:
+                if num_slots == 0:
+                    return digest, 0
+                num_slots -= 1
+            digest = None if digest is None else fold(digest, token_id)
+            arena.write(self.name, row.blocks, row.start + i, digest)
+        return digest, num_slots

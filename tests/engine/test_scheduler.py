@@ -1,0 +1,311 @@
+"""The scheduler gives each step the right rows and each sequence the right blocks."""
+
+from array import array
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmrt.engine.batch import LOCAL_ARENA, ArenaId, Batch, Drawn, SequenceId, StepResult
+from llmrt.engine.policy import growth_reserve, preemption_victim, prefill_order
+from llmrt.engine.scheduler import Scheduler, SchedulerSettings
+from llmrt.engine.sequence import Sequence
+from llmrt.kvtransfer.ledger import Ledger
+from llmrt.wire.ids import BlockId
+from llmrt.wire.sampling import SamplingParams
+
+EOS = frozenset({0})
+
+
+def make_sequence(
+    number: int, num_tokens: int, *, max_tokens: int = 1000, priority: int = 0, first: int = 10
+) -> Sequence:
+    return Sequence(
+        sequence_id=SequenceId(number),
+        token_ids=array("I", range(first, first + num_tokens)),
+        num_prompt=num_tokens,
+        params=SamplingParams(),
+        seed=0,
+        max_length=num_tokens + max_tokens,
+        end_token_ids=EOS,
+        priority=priority,
+        order=float(number),
+    )
+
+
+def make_scheduler(num_blocks: int = 64, **settings: int) -> Scheduler:
+    values = {"max_running": 8, "step_tokens": 128, "chunk_tokens": 64} | settings
+    return Scheduler(Ledger(num_blocks), SchedulerSettings(**values))  # type: ignore[arg-type] # ints only
+
+
+def finish(scheduler: Scheduler, batch: Batch, token_id: int = 7) -> list[Sequence]:
+    drawn = tuple(Drawn(row.sequence_id, token_id) for row in batch.rows if row.sample)
+    with_token = scheduler.complete(StepResult(batch.step_id, drawn, 0.0))
+    scheduler.check()
+    return [sequence for sequence, _ in with_token]
+
+
+def step(scheduler: Scheduler) -> Batch:
+    batch = scheduler.schedule()
+    assert batch is not None
+    finish(scheduler, batch)
+    return batch
+
+
+def spans(batch: Batch) -> list[tuple[int, int, int]]:
+    return [(row.sequence_id, row.start, row.start + len(row.token_ids)) for row in batch.rows]
+
+
+def test_a_short_prompt_is_one_row_that_samples() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(1, 40))
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert spans(batch) == [(1, 0, 40)]
+    assert batch.rows[0].sample is not None
+    assert batch.rows[0].sample.position == 40
+    assert len(batch.rows[0].blocks) == 2
+
+
+def test_no_step_is_scheduled_while_one_runs() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(1, 4))
+    assert scheduler.schedule() is not None
+    scheduler.add(make_sequence(2, 4))
+    assert scheduler.schedule() is None
+
+
+def test_a_long_prompt_is_cut_on_the_chunk_grid() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(1, 300))
+    assert [spans(step(scheduler))[0] for _ in range(3)] == [
+        (1, 0, 128),
+        (1, 128, 256),
+        (1, 256, 300),
+    ]
+
+
+def test_chunks_end_on_the_grid_whatever_else_is_in_the_step() -> None:
+    """So a text does not depend on company, even where chunk boundaries change rounding."""
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(1, 20))
+    step(scheduler)
+    scheduler.add(make_sequence(2, 300, first=500))
+    ends = [end for _ in range(6) for number, _, end in spans(step(scheduler)) if number == 2]
+    assert ends[-1] >= 300
+    assert all(end % 64 == 0 for end in ends if end < 300)
+
+
+def test_a_running_sequence_decodes_one_token_a_step() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(1, 5))
+    step(scheduler)
+    assert spans(step(scheduler)) == [(1, 5, 6)]
+    assert spans(step(scheduler)) == [(1, 6, 7)]
+
+
+def test_the_oldest_prompt_leaves_a_chunk_for_the_shortest() -> None:
+    """A long prompt must not keep short ones waiting until it is done."""
+    scheduler = make_scheduler(num_blocks=512)
+    scheduler.add(make_sequence(1, 1000))
+    scheduler.add(make_sequence(2, 900, first=2000))
+    scheduler.add(make_sequence(3, 10, first=4000))
+    assert spans(step(scheduler)) == [(1, 0, 64), (3, 0, 10)]
+
+
+def test_a_higher_priority_goes_first() -> None:
+    scheduler = make_scheduler(max_running=1)
+    scheduler.add(make_sequence(1, 10))
+    scheduler.add(make_sequence(2, 10, priority=1))
+    assert spans(step(scheduler)) == [(2, 0, 10)]
+
+
+def test_full_blocks_are_found_again_except_the_one_with_the_last_token() -> None:
+    scheduler = make_scheduler()
+    first = make_sequence(1, 64)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.remove(first)
+    again = make_sequence(2, 64)
+    scheduler.add(again)
+    assert spans(step(scheduler)) == [(2, 32, 64)]
+    assert again.num_cached == 32
+
+
+def test_a_sequence_with_all_but_its_last_token_cached_starts_at_once() -> None:
+    """One row in the step of its admission: nobody would ask for another step."""
+    scheduler = make_scheduler()
+    first = make_sequence(1, 65)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.remove(first)
+    scheduler.add(make_sequence(2, 65))
+    assert spans(step(scheduler)) == [(2, 64, 65)]
+
+
+def test_generated_tokens_are_found_again_too() -> None:
+    """A chat's next turn holds this turn's answer."""
+    scheduler = make_scheduler()
+    first = make_sequence(1, 60)
+    scheduler.add(first)
+    for _ in range(8):
+        step(scheduler)
+    text = first.token_ids[:]
+    scheduler.remove(first)
+    again = make_sequence(2, 1)
+    again.token_ids = text + array("I", [99])
+    scheduler.add(again)
+    step(scheduler)
+    assert again.num_cached == 64
+
+
+def test_without_a_prefix_cache_nothing_is_found() -> None:
+    scheduler = make_scheduler(has_prefix_cache=False)
+    for number in (1, 2):
+        sequence = make_sequence(number, 64)
+        scheduler.add(sequence)
+        assert spans(step(scheduler)) == [(number, 0, 64)]
+        scheduler.remove(sequence)
+    assert scheduler.ledger.num_cached == 0
+
+
+def test_a_prompt_without_room_waits() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    first, second = make_sequence(1, 90, max_tokens=6), make_sequence(2, 60, first=500)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert spans(step(scheduler))[0][0] == 1
+    assert second.sequence_id in scheduler.waiting
+    scheduler.remove(first)
+    assert spans(step(scheduler)) == [(2, 0, 60)]
+
+
+def test_growth_of_the_running_is_left_free() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.add(make_sequence(1, 30, max_tokens=40))
+    step(scheduler)
+    assert scheduler.reserve() == 2
+    assert scheduler.has_room(1)
+    assert not scheduler.has_room(2)
+
+
+def test_the_youngest_is_preempted_and_computed_again_from_all_its_tokens() -> None:
+    """Two sequences that each think that they end soon, in an arena with no block to spare."""
+    scheduler = make_scheduler(num_blocks=4)
+    old, young = make_sequence(1, 62), make_sequence(2, 60, first=500)
+    for sequence in (old, young):
+        scheduler.add(sequence)
+        scheduler.park(sequence)
+        scheduler.join(sequence, scheduler.ledger.allocate(2) or [], 7)
+    for _ in range(3):
+        step(scheduler)
+    assert scheduler.waiting == {young.sequence_id: young}
+    assert young.num_preemptions == 1
+    kept = len(young.token_ids)
+    assert kept > 61
+    scheduler.remove(old)
+    assert spans(step(scheduler)) == [(2, 32, kept)]
+
+
+def test_a_sequence_removed_in_its_step_keeps_its_blocks_until_the_step_returns() -> None:
+    scheduler = make_scheduler()
+    sequence = make_sequence(1, 40)
+    scheduler.add(sequence)
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.remove(sequence)
+    assert scheduler.ledger.num_held == 2
+    assert finish(scheduler, batch) == []
+    assert scheduler.ledger.num_free == scheduler.ledger.num_blocks
+
+
+def test_blocks_of_another_arena_are_neither_allocated_nor_released() -> None:
+    scheduler = make_scheduler()
+    sequence = make_sequence(1, 100)
+    sequence.arena, sequence.blocks = ArenaId("decode-0@1"), array("I", [9, 8, 7, 6])
+    sequence.num_cached = 32
+    scheduler.add(sequence)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert spans(batch) == [(1, 32, 100)]
+    assert batch.rows[0].arena == "decode-0@1"
+    finish(scheduler, batch)
+    scheduler.remove(sequence)
+    assert scheduler.ledger.num_free == scheduler.ledger.num_blocks
+
+
+def test_a_parked_sequence_joins_with_its_first_token() -> None:
+    scheduler = make_scheduler()
+    sequence = make_sequence(1, 40)
+    scheduler.add(sequence)
+    scheduler.park(sequence)
+    assert scheduler.schedule() is None
+    blocks = scheduler.ledger.allocate(2)
+    assert blocks is not None
+    scheduler.join(sequence, blocks, 77)
+    scheduler.check()
+    assert spans(step(scheduler)) == [(1, 40, 41)]
+    assert scheduler.ledger.num_cached == 1
+
+
+def test_an_abandoned_step_gives_its_sequences_back() -> None:
+    scheduler = make_scheduler()
+    kept, removed = make_sequence(1, 4), make_sequence(2, 4)
+    scheduler.add(kept)
+    scheduler.add(removed)
+    scheduler.schedule()
+    scheduler.remove(removed)
+    assert scheduler.abandon_step() == [kept]
+    assert scheduler.ledger.num_held == 1
+
+
+def test_policy_orders_the_oldest_first_then_the_shortest() -> None:
+    sequences = [make_sequence(1, 50), make_sequence(2, 90), make_sequence(3, 20)]
+    assert [s.sequence_id for s in prefill_order(sequences)] == [1, 3, 2]
+    assert prefill_order([]) == []
+
+
+def test_policy_preempts_the_youngest_of_the_lowest_priority() -> None:
+    sequences = [make_sequence(1, 9), make_sequence(2, 9), make_sequence(3, 9, priority=1)]
+    for sequence in sequences:
+        sequence.blocks.append(BlockId(1))
+    assert preemption_victim(sequences) is sequences[1]
+    sequences[1].in_step = True
+    assert preemption_victim(sequences) is sequences[0]
+
+
+def test_policy_reserves_growth_until_the_next_end() -> None:
+    first, second = make_sequence(1, 30, max_tokens=10), make_sequence(2, 32, max_tokens=500)
+    first.blocks.append(BlockId(0))
+    second.blocks.append(BlockId(1))
+    assert growth_reserve([first, second]) == 2
+    assert growth_reserve([]) == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 150), st.integers(1, 60)), min_size=1, max_size=8),
+    st.integers(8, 20),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_sequence_gets_all_its_tokens_with_any_room(
+    shapes: list[tuple[int, int]], num_blocks: int
+) -> None:
+    """Whatever is preempted on the way; and all blocks come back."""
+    scheduler = make_scheduler(num_blocks=num_blocks)
+    sequences = [
+        make_sequence(i, length, max_tokens=wanted, first=1000 * i)
+        for i, (length, wanted) in enumerate(shapes)
+    ]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    for _ in range(3000):
+        batch = scheduler.schedule()
+        if batch is None:
+            break
+        for row in batch.rows:
+            assert row.arena == LOCAL_ARENA
+        for sequence in finish(scheduler, batch):
+            if len(sequence.token_ids) == sequence.max_length:
+                scheduler.remove(sequence)
+        scheduler.ledger.check()
+    assert all(len(s.token_ids) == s.max_length for s in sequences)
+    assert scheduler.ledger.num_held == 0

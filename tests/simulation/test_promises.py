@@ -1,0 +1,69 @@
+"""Whole clusters of real machines in virtual time: the promises hold under faults and kills."""
+
+from functools import partial
+
+import pytest
+
+from llmrt.simulation.cluster import COLOCATED, SPLIT, Cluster, Layout
+from llmrt.simulation.world import Faults
+
+LEASES = Layout(num_prefill=2, num_decode=2, transfer="tcp")
+LAYOUTS = {"colocated": COLOCATED, "split": SPLIT, "leases": LEASES}
+LOSSY = Faults(drop=0.02, double=0.05, late=0.05)
+
+
+def run(cluster: Cluster, *, num_requests: int = 25, spread_s: float = 3.0) -> None:
+    """Submit at random times, then let everything come to its end."""
+    world = cluster.world
+    world.run(until=3.0)
+    for _ in range(num_requests):
+        world.at(3.0 + world.rng.uniform(0, spread_s), cluster.submit_random)
+    world.run(until=300.0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("seed", range(6))
+def test_undisturbed_requests_all_finish_with_the_expected_tokens(
+    layout: Layout, seed: int
+) -> None:
+    cluster = Cluster(seed, layout)
+    run(cluster)
+    counts = cluster.assert_promises()
+    assert set(counts) <= {"stop", "length", "cancelled"}, counts
+    assert counts["stop"] + counts["length"] >= 15
+    cluster.assert_nothing_left()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("seed", range(6))
+def test_a_faulty_network_costs_no_token_and_no_block(layout: Layout, seed: int) -> None:
+    cluster = Cluster(seed, layout, LOSSY)
+    run(cluster)
+    cluster.assert_promises()
+    cluster.assert_nothing_left()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_workers_cost_no_token_and_no_block(layout: Layout, seed: int) -> None:
+    cluster = Cluster(seed, layout)
+    world = cluster.world
+    victims = world.rng.sample(sorted(cluster.workers), k=len(cluster.workers) // 2)
+    for worker_id in victims:
+        worker = cluster.workers[worker_id]
+        when = world.rng.uniform(3.0, 6.0)
+        world.at(when, partial(cluster.kill, worker))
+        cluster.restart(worker, when + world.rng.uniform(0.5, 3.0))
+    run(cluster)
+    counts = cluster.assert_promises()
+    assert counts["stop"] + counts["length"] >= 15
+    cluster.assert_nothing_left()
+
+
+def test_one_seed_replays_one_history() -> None:
+    hashes = set()
+    for _ in range(2):
+        cluster = Cluster(7, SPLIT, LOSSY)
+        run(cluster)
+        hashes.add(cluster.world.history_hash)
+    assert len(hashes) == 1

@@ -1,0 +1,309 @@
+"""The machine of a worker: joins its requests, its offers, its links and its scheduler. Pure.
+
+After every event the machine looks whether prompts can be offered and whether a step can start;
+at most one step runs at a time, and it runs in the shell. Messages go out in this order: to peers
+(a hand-over waits for them), the next step, then to the broker, so that tokens are delivered
+while the device works.
+
+    starting    REGISTER every beat until REGISTERED
+    registered  HEARTBEAT every beat; UNKNOWN_WORKER (a new broker) -> starting
+    stopping    BYE was sent
+"""
+
+from collections.abc import Callable
+from typing import TypeVar, assert_never
+
+import msgspec
+
+from llmrt.engine.batch import Vocabulary
+from llmrt.engine.scheduler import Scheduler
+from llmrt.wire import messages as m
+from llmrt.wire.envelope import Header, decode_body
+from llmrt.wire.errors import InternalError, ProtocolError
+from llmrt.wire.ids import RequestId, WorkerName
+from llmrt.workers import events as ev
+from llmrt.workers.context import CoreSettings, WorkerContext
+from llmrt.workers.effects import Effect, Exit, Ready, RunStep
+from llmrt.workers.links import PeerLinks
+from llmrt.workers.offered import OfferedPrefills
+from llmrt.workers.owned import OwnedRequests
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class WorkerCore:
+    """`handle(event, now)` gives the effects; see `llmrt.actor.machine`."""
+
+    def __init__(
+        self, settings: CoreSettings, scheduler: Scheduler, vocabulary: Vocabulary
+    ) -> None:
+        self._context = WorkerContext(settings, scheduler, vocabulary)
+        self._links = PeerLinks(self._context)
+        self._offered = OfferedPrefills(self._context, self._links)
+        self._owned = OwnedRequests(self._context, self._links)
+        self._state = "starting"
+        self._next_beat = 0.0
+        self._broker_epoch = 0
+        self._from_broker = self._broker_handlers()
+        self._from_peer = self._peer_handlers()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return dict(self._context.counters)
+
+    def handle(self, event: ev.Event, now: float) -> list[Effect]:
+        context = self._context
+        context.now, context.effects = now, []
+        self._take(event)
+        self._owned.place()
+        self._start_step()
+        self._owned.flush()
+        effects, context.effects = context.effects, []
+        return effects
+
+    def next_deadline(self) -> float | None:
+        if self._state == "stopping":
+            return None
+        request_deadline = self._owned.next_deadline()
+        return (
+            self._next_beat if request_deadline is None else min(self._next_beat, request_deadline)
+        )
+
+    def check(self) -> None:
+        scheduler = self._context.scheduler
+        scheduler.check()
+        scheduler.ledger.check()
+        self._owned.check()
+        self._offered.check()
+        if not (len(self._owned) or len(self._offered) or len(self._owned.grants)):
+            assert scheduler.step is not None or not (scheduler.waiting or scheduler.running)
+
+    # -- events ------------------------------------------------------------------------------
+
+    def _take(self, event: ev.Event) -> None:
+        match event:
+            case ev.Tick():
+                self._tick()
+            case ev.FromBroker(header, frames):
+                self._message(self._from_broker, header, (header, frames))
+            case ev.FromPeer(sender, header, frames):
+                self._message(self._from_peer, header, (sender, header, frames))
+            case ev.Tokenized(request_id, attempt, token_ids, failure):
+                self._owned.tokenized(request_id, attempt, token_ids, failure)
+            case ev.StepDone():
+                self._step_done(event)
+            case ev.PeerConnected(peer, bulk):
+                self._links.connected(peer, bulk)
+            case ev.ArenaAttached(owner):
+                self._links.arena_attached(owner)
+            case ev.ArenaRefused(owner, reason):
+                self._links.arena_refused(owner, reason)
+            case ev.ArenaLost(owner):
+                self._offered.owner_lost(owner)
+                self._links.arena_lost(owner)
+            case ev.ArenaMapped(reader):
+                self._links.mapped(reader)
+            case ev.MapperDied(reader):
+                self._peer_died(reader)
+            case ev.PeerUnreachable(peer):
+                self._context.counters["peer_unreachable"] += 1
+                self._context.log("peer.unreachable", "debug", peer=peer.worker_id)
+            case ev.BlocksRead(read_id, failure):
+                self._owned.grants.blocks_read(read_id, failure)
+            case ev.StopWanted():
+                self._state = "stopping"
+                self._context.send_broker(m.BYE)
+            case _:
+                assert_never(event)
+
+    def _message(
+        self,
+        handlers: "dict[str, Callable[..., None]]",
+        header: Header,
+        arguments: tuple[object, ...],
+    ) -> None:
+        """Hand a message to its handler. A bad or unknown one is counted, and nothing else."""
+        handler = handlers.get(header.kind)
+        if handler is None:
+            self._context.counters["unknown_messages"] += 1
+            return
+        try:
+            handler(*arguments)
+        except (ProtocolError, IndexError) as error:
+            self._context.counters["bad_messages"] += 1
+            self._context.log("message.refused", "warning", kind=header.kind, error=str(error))
+
+    def _tick(self) -> None:
+        self._owned.tick()
+        if self._context.now < self._next_beat:
+            return
+        self._next_beat = self._context.now + self._context.settings.beat_s
+        if self._state == "registered":
+            heartbeat = m.Heartbeat(load=self._load(), holding=self._holding())
+            self._context.send_broker(m.HEARTBEAT, heartbeat)
+        elif self._state == "starting":
+            self._register()
+        self._offered.beat()
+        self._owned.grants.beat()
+        self._links.beat()
+
+    def _start_step(self) -> None:
+        batch = self._context.scheduler.schedule()
+        if batch is not None:
+            sequence_ids = [row.sequence_id for row in batch.rows]
+            self._owned.step_started(sequence_ids)
+            self._offered.step_started(sequence_ids)
+            self._context.do(RunStep(batch))
+
+    def _step_done(self, event: ev.StepDone) -> None:
+        scheduler = self._context.scheduler
+        if event.result is None:
+            assert event.failure is not None
+            self._context.log("engine.step_failed", "error", error=event.failure.message)
+            sequences = scheduler.abandon_step()
+            others = self._offered.step_failed(sequences, event.failure.message)
+            error = InternalError(f"a step failed: {event.failure.message}")
+            self._owned.step_failed(others, error)
+            return
+        assert scheduler.step is not None
+        sequence_ids = [row.sequence_id for row in scheduler.step.rows]
+        drawn = scheduler.complete(event.result)
+        self._offered.step_done(sequence_ids)
+        for sequence, token in drawn:
+            if sequence.is_removed:
+                continue  # withdrawn while the step ran, or ended by another token of this step
+            if token.error is not None:
+                others = self._offered.step_failed([sequence], token.error.message)
+                self._owned.step_failed(others, token.error)
+            elif not self._offered.drawn(sequence, token, event.returned_at):
+                self._owned.drawn(sequence, token, event.returned_at)
+
+    def _peer_died(self, name: WorkerName) -> None:
+        self._context.log("peer.died", "warning", peer=name.worker_id, peer_epoch=name.epoch)
+        self._owned.grants.peer_died(name)
+        self._offered.owner_lost(name)
+        self._links.forget(name)
+
+    # -- messages of the broker --------------------------------------------------------------
+
+    def _broker_handlers(self) -> "dict[str, Callable[..., None]]":
+        return {
+            m.REGISTERED: self._registered,
+            m.REFUSED: self._refused,
+            m.UNKNOWN_WORKER: self._unknown_worker,
+            m.BEAT: lambda header, frames: None,
+            m.PEERS: self._peers,
+            m.DISPATCH: self._dispatched,
+            m.CANCEL: lambda header, frames: self._owned.cancelled(
+                RequestId(header.request_id), header.attempt
+            ),
+        }
+
+    def _registered(self, header: Header, frames: tuple[bytes, ...]) -> None:
+        registered = decode_body(frames[0], m.Registered)
+        if self._state == "stopping":
+            return
+        if not self._broker_epoch:
+            self._context.do(Ready())
+        self._state = "registered"
+        self._broker_epoch = registered.broker_epoch
+        self._context.log("worker.registered", broker_epoch=registered.broker_epoch)
+
+    def _refused(self, header: Header, frames: tuple[bytes, ...]) -> None:
+        failure = decode_body(frames[0], m.Failure)
+        self._context.do(Exit(failure.code, failure.message))
+
+    def _unknown_worker(self, header: Header, frames: tuple[bytes, ...]) -> None:
+        """The broker is a new one, or has given us up: say again who we are and what we hold."""
+        if self._state != "stopping":
+            self._state = "starting"
+            self._register()
+
+    def _peers(self, header: Header, frames: tuple[bytes, ...]) -> None:
+        peers = decode_body(frames[0], m.Peers)
+        for name in self._links.listed(peers.peers):
+            self._context.log("peer.delisted", peer=name.worker_id, peer_epoch=name.epoch)
+            self._owned.grants.peer_delisted(name)
+
+    def _dispatched(self, header: Header, frames: tuple[bytes, ...]) -> None:
+        route = decode_body(frames[0], m.Route)
+        body: m.Generate | m.Tokenize
+        if route.kind == m.TOKENIZE:
+            body = decode_body(frames[1], m.Tokenize)
+        else:
+            body = decode_body(frames[1], m.Generate)
+        self._owned.dispatched(header, route, body, frames[2:])
+
+    # -- messages of peers -------------------------------------------------------------------
+
+    def _peer_handlers(self) -> "dict[str, Callable[..., None]]":
+        grants, offered = self._owned.grants, self._offered
+
+        def with_body(
+            kind: type[T], then: Callable[[WorkerName, Header, T], None]
+        ) -> "Callable[[WorkerName, Header, tuple[bytes, ...]], None]":
+            return lambda sender, header, frames: then(sender, header, decode_body(frames[0], kind))
+
+        return {
+            m.PEER_HELLO: with_body(m.PeerHello, lambda s, h, b: self._links.greeted(s, b)),
+            m.MAP_FAILED: with_body(
+                m.Failure, lambda s, h, b: self._links.map_failed(s, b.message)
+            ),
+            m.OFFER: lambda sender, header, frames: offered.offered(
+                sender, header, decode_body(frames[0], m.Offer), frames[1], frames[2]
+            ),
+            m.WITHDRAW: with_body(m.GrantRef, lambda s, h, b: offered.withdrawn(s, h, b.grant_id)),
+            m.COMMITTED: with_body(m.GrantRef, lambda s, h, b: offered.committed(s, b.grant_id)),
+            m.LEASE_CONFIRM: with_body(m.LeaseRef, offered.lease_confirm),
+            m.LEASE_RENEW: with_body(m.LeaseRef, lambda s, h, b: offered.lease_renew(s, b)),
+            m.LEASE_RELEASE: with_body(m.LeaseRef, lambda s, h, b: offered.lease_release(s, b)),
+            m.STOPPED: with_body(
+                m.Stopped, lambda s, h, b: grants.stopped(s, b.grant_id, b.reason)
+            ),
+            m.COMMIT: with_body(m.Commit, lambda s, h, b: grants.committed(s, b)),
+            m.CHUNK: lambda sender, header, frames: grants.chunk(
+                sender, decode_body(frames[0], m.Chunk), frames[1]
+            ),
+            m.LEASE_CONFIRMED: with_body(
+                m.LeaseState, lambda s, h, b: grants.lease_confirmed(s, b)
+            ),
+        }
+
+    # -- what the broker is told -------------------------------------------------------------
+
+    def _register(self) -> None:
+        settings = self._context.settings
+        register = m.Register(
+            worker_id=settings.name.worker_id,
+            epoch=settings.name.epoch,
+            role=settings.role,
+            model=settings.model,
+            contract=settings.contract,
+            max_context=settings.max_context,
+            num_blocks=settings.num_blocks,
+            max_running=self._context.scheduler.settings.max_running,
+            link=settings.link,
+            broker_epoch_seen=self._broker_epoch,
+            process=settings.process,
+            holding=self._holding(),
+        )
+        self._context.send_broker(m.REGISTER, register)
+
+    def _holding(self) -> tuple[m.Held, ...]:
+        return (*self._owned.holding(), *self._offered.holding())
+
+    def _load(self) -> m.Load:
+        scheduler, ledger = self._context.scheduler, self._context.ledger
+        return m.Load(
+            num_running=len(scheduler.running) + len(scheduler.parked),
+            num_waiting=len(scheduler.waiting),
+            num_waiting_tokens=sum(s.num_pending for s in scheduler.waiting.values()),
+            num_blocks=ledger.num_blocks,
+            num_free_blocks=ledger.num_free,
+            num_cached_blocks=ledger.num_cached,
+            num_quarantined_blocks=ledger.num_quarantined,
+            num_steps=scheduler.num_steps,
+            num_prefill_tokens=scheduler.num_prefill_tokens,
+            num_decode_tokens=scheduler.num_decode_tokens,
+            links=self._links.transports(),
+        )

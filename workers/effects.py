@@ -1,0 +1,118 @@
+"""What a worker's machine wants done. The shell carries effects out in order."""
+
+from array import array
+from dataclasses import dataclass, field
+
+from llmrt.engine.batch import Batch
+from llmrt.wire.ids import Attempt, RequestId, WorkerName
+from llmrt.wire.messages import Generate, Peer
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """Comes back as `StepDone`."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class SendBroker:
+    frames: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class SendPeer:
+    peer: WorkerName
+    frames: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """Render and tokenize a prompt; comes back as `Tokenized`."""
+
+    request_id: RequestId
+    attempt: Attempt
+    generate: Generate
+    prompt: bytes
+    add_special: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectPeer:
+    """Comes back as `PeerConnected`."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetPeer:
+    peer: WorkerName
+
+
+@dataclass(frozen=True, slots=True)
+class AttachArena:
+    """Map `owner`'s arena; comes back as `ArenaAttached` or `ArenaRefused`."""
+
+    owner: WorkerName
+    socket: str
+    num_blocks: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class DetachArena:
+    """Unmap an arena once the running step has returned; no later step names it."""
+
+    owner: WorkerName
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBlocks:
+    """Copy `source` blocks of `owner`'s arena into our `target` blocks; comes back as `BlocksRead`.
+
+    `address` is the owner's bulk endpoint.
+    """
+
+    read_id: int
+    owner: WorkerName
+    address: str
+    lease_id: int
+    generation: int
+    source: "array[int]"
+    target: "array[int]"
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    event: str
+    level: str = "info"
+    fields: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The broker has accepted this worker for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The worker cannot go on: the broker refused it, say."""
+
+    code: str
+    message: str
+
+
+Effect = (
+    RunStep
+    | SendBroker
+    | SendPeer
+    | Tokenize
+    | ConnectPeer
+    | ForgetPeer
+    | AttachArena
+    | DetachArena
+    | ReadBlocks
+    | Log
+    | Ready
+    | Exit
+)

@@ -1,0 +1,132 @@
+"""What happens to a worker. Times are the shell's monotonic seconds."""
+
+from array import array
+from dataclasses import dataclass
+
+from llmrt.engine.batch import StepResult
+from llmrt.wire.envelope import Header
+from llmrt.wire.ids import Attempt, RequestId, WorkerName
+from llmrt.wire.messages import Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The time of `next_deadline` has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromBroker:
+    """A message of the broker: `frames` are those behind its decoded header."""
+
+    header: Header
+    frames: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    """A message over a link; the sender is known by its routing id."""
+
+    sender: WorkerName
+    header: Header
+    frames: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """The answer to `Tokenize`: token ids, or why there are none."""
+
+    request_id: RequestId
+    attempt: Attempt
+    token_ids: "array[int] | None"
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The running step returned at `returned_at`; `result` is None if it failed."""
+
+    result: StepResult | None
+    returned_at: float
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConnected:
+    """The answer to `ConnectPeer`: messages can go out; `bulk` is where that peer may read ours."""
+
+    peer: WorkerName
+    bulk: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaAttached:
+    """Steps may name blocks of `owner`'s arena from now on."""
+
+    owner: WorkerName
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaRefused:
+    """`owner`'s arena cannot be mapped here."""
+
+    owner: WorkerName
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLost:
+    """`owner` closed its side or died: its arena must be unmapped."""
+
+    owner: WorkerName
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaMapped:
+    """`reader` has mapped our arena."""
+
+    reader: WorkerName
+
+
+@dataclass(frozen=True, slots=True)
+class MapperDied:
+    """The very process that had mapped our arena as `reader` is dead; the kernel says so."""
+
+    reader: WorkerName
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUnreachable:
+    """A message to `peer` could not be delivered."""
+
+    peer: WorkerName
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRead:
+    """The answer to `ReadBlocks`."""
+
+    read_id: int
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopWanted:
+    """The process is to end: say goodbye to the broker."""
+
+
+Event = (
+    Tick
+    | FromBroker
+    | FromPeer
+    | Tokenized
+    | StepDone
+    | PeerConnected
+    | ArenaAttached
+    | ArenaRefused
+    | ArenaLost
+    | ArenaMapped
+    | MapperDied
+    | PeerUnreachable
+    | BlocksRead
+    | StopWanted
+)

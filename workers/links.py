@@ -1,0 +1,223 @@
+"""The links of one worker to its peers. Pure.
+
+A peer is *listed* (the broker names it), *greeted* (its hello came over the link and its contract
+is ours) and, between the two ends of a hand-over on one host, *mapped* (the prefill side has the
+decode side's arena in its memory). Who sends what:
+
+    broker  PEERS        -> both: connect to new peers, send PEER_HELLO
+    peer    PEER_HELLO   -> compare contracts; a prefill worker maps the arena of the other
+    kernel  arena mapped -> the owner may grant
+    kernel  mapper died  -> the owner ends its grants: no one else can write
+
+A peer that the broker no longer lists gets no new offers. What it holds ends by its own answer or
+by its confirmed death, never by the list: a restarted broker lists nobody at first.
+"""
+
+from dataclasses import dataclass
+
+from llmrt.wire import messages as m
+from llmrt.wire.ids import WorkerId, WorkerName
+from llmrt.wire.kv import contract_mismatch
+from llmrt.workers.context import WorkerContext
+from llmrt.workers.effects import AttachArena, ConnectPeer, DetachArena, ForgetPeer
+
+GRANT, LEASE = "grant", "lease"
+
+
+@dataclass(slots=True)
+class PeerLink:
+    """What is known of one life of a peer."""
+
+    peer: m.Peer
+    is_listed: bool = True
+    bulk: str | None = None
+    hello: m.PeerHello | None = None
+    refusal: str | None = None
+    maps_ours: bool = False
+    cannot_map_ours: str | None = None
+    has_arena: bool = False
+
+    @property
+    def name(self) -> WorkerName:
+        return WorkerName(WorkerId(self.peer.worker_id), self.peer.epoch)
+
+
+class PeerLinks:
+    """Table of peers by name and epoch."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._links: dict[WorkerName, PeerLink] = {}
+        # Hellos that came before the broker's list; bounded by the number of workers.
+        self._early: dict[WorkerName, m.PeerHello] = {}
+
+    def listed(self, peers: tuple[m.Peer, ...]) -> list[WorkerName]:
+        """Take the broker's list; returns the peers that have just fallen off it."""
+        settings = self._context.settings
+        names = set()
+        for peer in peers:
+            name = WorkerName(WorkerId(peer.worker_id), peer.epoch)
+            if name == settings.name or not self._is_partner(peer.role):
+                continue
+            names.add(name)
+            link = self._links.get(name)
+            if link is not None:
+                link.is_listed = True
+            else:
+                self._links[name] = PeerLink(peer)
+                self._context.do(ConnectPeer(peer))
+                if name in self._early:
+                    self.greeted(name, self._early.pop(name))
+        lost = [name for name, link in self._links.items() if link.is_listed and name not in names]
+        for name in lost:
+            self._links[name].is_listed = False
+        return lost
+
+    def connected(self, name: WorkerName, bulk: str) -> None:
+        """Messages to `name` can go out; it may read our arena at `bulk`."""
+        if link := self._links.get(name):
+            link.bulk = bulk
+            self._greet(name, bulk)
+
+    def greeted(self, sender: WorkerName, hello: m.PeerHello) -> None:
+        """A peer introduced itself; the same hello may come again."""
+        link = self._links.get(sender)
+        if link is None:
+            if len(self._early) < 1024:
+                self._early[sender] = hello
+            return
+        if link.hello is not None:
+            return
+        link.hello = hello
+        context = self._context
+        link.refusal = contract_mismatch(context.settings.contract, hello.contract)
+        if link.refusal is not None:
+            context.log(
+                "peer.refused",
+                "warning",
+                peer=sender.worker_id,
+                peer_epoch=sender.epoch,
+                error=f"KV contract differs: {link.refusal}",
+            )
+        elif context.settings.does_prefill_for_others and self._wants_mapping(hello):
+            context.do(
+                AttachArena(sender, hello.arena_socket, hello.num_blocks, hello.arena_generation)
+            )
+
+    def arena_attached(self, owner: WorkerName) -> None:
+        if link := self._links.get(owner):
+            link.has_arena = True
+            self._context.log("peer.linked", peer=owner.worker_id, transport="shm")
+
+    def arena_refused(self, owner: WorkerName, reason: str) -> None:
+        self._context.log("peer.map_failed", "warning", peer=owner.worker_id, error=reason)
+        failure = m.Failure(code="transfer_failed", message=reason)
+        self._context.send_peer(owner, m.MAP_FAILED, failure)
+
+    def arena_lost(self, owner: WorkerName) -> None:
+        """Unmap the arena of a peer that is gone. Idempotent."""
+        link = self._links.get(owner)
+        if link is not None and link.has_arena:
+            link.has_arena = False
+            self._context.do(DetachArena(owner))
+
+    def mapped(self, reader: WorkerName) -> None:
+        if link := self._links.get(reader):
+            link.maps_ours = True
+            self._context.log("peer.linked", peer=reader.worker_id, transport="shm")
+
+    def map_failed(self, sender: WorkerName, reason: str) -> None:
+        if link := self._links.get(sender):
+            link.cannot_map_ours = reason
+            self._context.log(
+                "peer.map_failed",
+                "warning",
+                peer=sender.worker_id,
+                error=reason,
+                transport=self.transport(sender),
+            )
+
+    def forget(self, name: WorkerName) -> None:
+        """The peer is dead: drop the link."""
+        self.arena_lost(name)
+        if self._links.pop(name, None) is not None:
+            self._context.do(ForgetPeer(name))
+
+    def beat(self) -> None:
+        """Greet again whoever has not answered."""
+        for name, link in self._links.items():
+            if link.is_listed and link.hello is None and link.bulk is not None:
+                self._greet(name, link.bulk)
+
+    def mode_to(self, name: WorkerName) -> str | None:
+        """How `name` may prefill for us now: by grant, by lease, or not."""
+        link = self._links.get(name)
+        if link is None or not link.is_listed or link.hello is None or link.refusal is not None:
+            return None
+        if link.maps_ours:
+            return GRANT
+        transport = self.transport(name)
+        return LEASE if transport == "tcp" and link.hello.bulk else None
+
+    def is_mapped(self, owner: WorkerName, generation: int) -> bool:
+        """True if steps may write into that generation of `owner`'s arena."""
+        link = self._links.get(owner)
+        return (
+            link is not None
+            and link.has_arena
+            and link.hello is not None
+            and link.hello.arena_generation == generation
+        )
+
+    def bulk_address(self, name: WorkerName) -> str:
+        link = self._links.get(name)
+        return "" if link is None or link.hello is None else link.hello.bulk
+
+    def transport(self, name: WorkerName) -> str:
+        """`shm`, `tcp`, `pending` or `refused`."""
+        link = self._links.get(name)
+        if link is None or link.hello is None:
+            return "pending"
+        if link.refusal is not None:
+            return "refused"
+        if link.maps_ours or link.has_arena:
+            return "shm"
+        if link.cannot_map_ours is not None:
+            return "tcp" if self._context.settings.transfer == "auto" else "refused"
+        return "pending" if self._wants_mapping(link.hello) else "tcp"
+
+    def transports(self) -> dict[str, str]:
+        """Transport by worker id, of the listed peers."""
+        return {
+            name.worker_id: self.transport(name)
+            for name, link in self._links.items()
+            if link.is_listed
+        }
+
+    def __contains__(self, name: WorkerName) -> bool:
+        return name in self._links
+
+    def _greet(self, name: WorkerName, bulk: str) -> None:
+        settings = self._context.settings
+        hello = m.PeerHello(
+            worker_id=settings.name.worker_id,
+            epoch=settings.name.epoch,
+            arena_generation=settings.arena_generation,
+            num_blocks=settings.num_blocks,
+            arena_socket=settings.arena_socket,
+            bulk=bulk,
+            contract=settings.contract,
+            process=settings.process,
+        )
+        self._context.send_peer(name, m.PEER_HELLO, hello)
+
+    def _is_partner(self, role: str) -> bool:
+        """A hand-over needs a prefill worker at one end and an owner at the other."""
+        if self._context.settings.does_prefill_for_others:
+            return role in ("both", "decode")
+        return role == "prefill"
+
+    def _wants_mapping(self, hello: m.PeerHello) -> bool:
+        ours, theirs = self._context.settings.process, hello.process
+        is_same_host = ours.boot_id == theirs.boot_id
+        return self._context.settings.transfer != "tcp" and is_same_host

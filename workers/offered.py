@@ -1,0 +1,349 @@
+"""Prompts that this worker computes for other workers. Pure.
+
+States of an offer, and what ends it:
+
+    queued     waits for a step            WITHDRAW -> STOPPED at once
+    computing  in a step, or between two   WITHDRAW -> STOPPED after the step that names it
+    committed  COMMIT sent, every beat     COMMITTED ends a grant; a lease lives on until released
+
+An offer that came twice is known by (owner, grant). A withdrawal or commit of an unknown grant is
+answered all the same: the answer to an earlier one may have been lost.
+"""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llmrt.engine.batch import LOCAL_ARENA, ArenaId, Drawn, SequenceId
+from llmrt.engine.sequence import Sequence, num_blocks_for
+from llmrt.wire import messages as m
+from llmrt.wire.arrays import pack_u32, unpack_u32
+from llmrt.wire.envelope import Header
+from llmrt.wire.ids import Attempt, BlockId, GrantId, LeaseId, RequestId, WorkerName
+from llmrt.wire.kv import BLOCK_TOKENS
+from llmrt.workers.context import WorkerContext
+from llmrt.workers.extras import encode_extras
+from llmrt.workers.links import GRANT, PeerLinks
+
+Key = tuple[WorkerName, int]
+
+# Withdrawals that came before their offer; a link keeps order, so they are few.
+MAX_TOMBSTONES = 4096
+
+
+def arena_of(owner: WorkerName) -> ArenaId:
+    return ArenaId(f"{owner.worker_id}@{owner.epoch}")
+
+
+@dataclass(slots=True, eq=False)
+class OfferedPrefill:
+    """One offer taken. Times are this worker's."""
+
+    owner: WorkerName
+    grant_id: GrantId
+    request_id: RequestId
+    attempt: Attempt
+    mode: str
+    sequence: Sequence
+    deadline: float | None
+    received_at: float
+    started_at: float | None = None
+    lease_id: LeaseId | None = None
+    num_announced: int = 0
+    commit: m.Commit | None = None
+    is_withdrawn: bool = False
+
+    @property
+    def key(self) -> Key:
+        return (self.owner, self.grant_id)
+
+
+class OfferedPrefills:
+    """Table of offers by (owner, grant)."""
+
+    def __init__(self, context: WorkerContext, links: PeerLinks) -> None:
+        self._context = context
+        self._links = links
+        self._offers: dict[Key, OfferedPrefill] = {}
+        self._by_sequence: dict[SequenceId, OfferedPrefill] = {}
+        self._tombstones: dict[Key, None] = {}
+
+    # -- messages of the owner ---------------------------------------------------------------
+
+    def offered(
+        self,
+        sender: WorkerName,
+        header: Header,
+        offer: m.Offer,
+        raw_tokens: bytes,
+        raw_blocks: bytes,
+    ) -> None:
+        key = (sender, offer.grant_id)
+        if key in self._offers:
+            return  # sent again because no answer came yet
+        refusal = self._refusal(sender, offer)
+        if key in self._tombstones:
+            refusal = "withdrawn before it came"
+        if refusal is not None:
+            self._stopped(sender, offer.grant_id, header, refusal)
+            return
+        tokens, blocks = unpack_u32(raw_tokens), unpack_u32(raw_blocks)
+        if not tokens or (offer.mode == GRANT and len(blocks) < num_blocks_for(len(tokens))):
+            self._stopped(sender, offer.grant_id, header, "offer does not cover its prompt")
+            return
+        self._take(sender, header, offer, tokens, blocks)
+
+    def withdrawn(self, sender: WorkerName, header: Header, grant_id: int) -> None:
+        offered = self._offers.get((sender, grant_id))
+        if offered is None:
+            self._bury((sender, grant_id))
+            self._stopped(sender, grant_id, header, "not held")
+            return
+        self._withdraw(offered)
+
+    def committed(self, sender: WorkerName, grant_id: int) -> None:
+        """The owner has the commit."""
+        offered = self._offers.get((sender, grant_id))
+        if offered is not None and offered.commit is not None and offered.mode == GRANT:
+            self._drop(offered)
+
+    def lease_confirm(self, sender: WorkerName, header: Header, ref: m.LeaseRef) -> None:
+        """The owner has read everything: does the lease still hold?"""
+        offered = self._offers.get((sender, ref.grant_id))
+        is_held = (
+            offered is not None
+            and offered.lease_id == ref.lease_id
+            and ref.arena_generation == self._context.settings.arena_generation
+            and self._context.ledger.is_leased(LeaseId(ref.lease_id))
+        )
+        state = m.LeaseState(grant_id=ref.grant_id, lease_id=ref.lease_id, is_held=is_held)
+        self._context.send_peer(
+            sender, m.LEASE_CONFIRMED, state, request_id=RequestId(header.request_id)
+        )
+
+    def lease_renew(self, sender: WorkerName, ref: m.LeaseRef) -> None:
+        offered = self._offers.get((sender, ref.grant_id))
+        if offered is not None and offered.lease_id == ref.lease_id:
+            expires_at = self._context.now + self._context.settings.lease_s
+            self._context.ledger.renew(LeaseId(ref.lease_id), expires_at)
+
+    def lease_release(self, sender: WorkerName, ref: m.LeaseRef) -> None:
+        offered = self._offers.get((sender, ref.grant_id))
+        if offered is not None and offered.lease_id == ref.lease_id:
+            self._end_lease(offered)
+
+    def owner_lost(self, owner: WorkerName) -> None:
+        """The owner is dead: nothing of it is wanted any more."""
+        for offered in [o for o in self._offers.values() if o.owner == owner]:
+            self._end_lease(offered) if offered.lease_id is not None else self._drop(offered)
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def step_started(self, sequence_ids: Iterable[SequenceId]) -> None:
+        for sequence_id in sequence_ids:
+            offered = self._by_sequence.get(sequence_id)
+            if offered is not None and offered.started_at is None:
+                offered.started_at = self._context.now
+
+    def step_done(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """A step that named these sequences has returned."""
+        for sequence_id in sequence_ids:
+            offered = self._by_sequence.get(sequence_id)
+            if offered is None:
+                continue
+            if offered.is_withdrawn:
+                self._finish_withdrawal(offered)
+            elif offered.mode != GRANT:
+                self._announce(offered)
+
+    def drawn(self, sequence: Sequence, drawn: Drawn, returned_at: float) -> bool:
+        """A first token was sampled; False if the sequence is not an offered one."""
+        offered = self._by_sequence.get(sequence.sequence_id)
+        if offered is None:
+            return False
+        started_at = offered.started_at if offered.started_at is not None else returned_at
+        offered.commit = m.Commit(
+            grant_id=offered.grant_id,
+            token_id=drawn.token_id,
+            num_computed=len(sequence.token_ids) - 1 - sequence.num_cached,
+            num_cached=sequence.num_cached,
+            queue_ms=(started_at - offered.received_at) * 1000,
+            prefill_ms=(returned_at - started_at) * 1000,
+            extras=encode_extras(drawn.logprobs),
+            lease_id=offered.lease_id or 0,
+        )
+        self._send_commit(offered)
+        self._context.scheduler.remove(sequence)  # blocks under a lease stay for their reader
+        return True
+
+    def step_failed(self, sequences: Iterable[Sequence], reason: str) -> list[Sequence]:
+        """A step failed; returns the sequences that are not offered ones."""
+        others = []
+        for sequence in sequences:
+            offered = self._by_sequence.get(sequence.sequence_id)
+            if offered is None:
+                others.append(sequence)
+            else:
+                self._end(offered, reason)
+        return others
+
+    # -- time --------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Say again what was not answered, and end what is overdue."""
+        now = self._context.now
+        for offered in list(self._offers.values()):
+            if offered.commit is not None:
+                self._send_commit(offered)
+            elif offered.deadline is not None and now >= offered.deadline:
+                self._withdraw(offered)
+        for lease_id in self._context.ledger.expire(now):
+            for offered in [o for o in self._offers.values() if o.lease_id == lease_id]:
+                self._context.counters["leases_expired"] += 1
+                self._context.log(
+                    "kv.lease_expired", "warning", request_id=offered.request_id.hex()
+                )
+                self._end_lease(offered)
+
+    def holding(self) -> list[m.Held]:
+        return [
+            m.Held(o.request_id, o.attempt.epoch, o.attempt.n, "prefill")
+            for o in self._offers.values()
+        ]
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    def check(self) -> None:
+        assert len(self._by_sequence) == len(self._offers)
+        for offered in self._offers.values():
+            assert offered.commit is not None or not offered.sequence.is_removed
+
+    # -- details -----------------------------------------------------------------------------
+
+    def _refusal(self, sender: WorkerName, offer: m.Offer) -> str | None:
+        settings = self._context.settings
+        if sender not in self._links:
+            return "no link to the owner"
+        if offer.mode == GRANT and not self._links.is_mapped(sender, offer.arena_generation):
+            return "the owner's arena is not mapped here"
+        if len(self._offers) >= settings.max_waiting:
+            return "too many offers wait here"
+        return None
+
+    def _take(
+        self,
+        sender: WorkerName,
+        header: Header,
+        offer: m.Offer,
+        tokens: "array[int]",
+        blocks: "array[int]",
+    ) -> None:
+        context = self._context
+        is_grant = offer.mode == GRANT
+        sequence = Sequence(
+            sequence_id=SequenceId(context.new_sequence_id()),
+            token_ids=tokens,
+            num_prompt=offer.num_prompt,
+            params=offer.sampling,
+            seed=offer.seed,
+            max_length=len(tokens) + 1,
+            end_token_ids=context.vocabulary.eos_token_ids,
+            priority=offer.priority,
+            order=context.now,
+            arena=arena_of(sender) if is_grant else LOCAL_ARENA,
+            blocks=blocks if is_grant else array("I"),
+            num_cached=offer.num_cached if is_grant else 0,
+        )
+        has_budget = header.budget_ms >= 0
+        offered = OfferedPrefill(
+            owner=sender,
+            grant_id=GrantId(offer.grant_id),
+            request_id=RequestId(header.request_id),
+            attempt=header.attempt,
+            mode=offer.mode,
+            sequence=sequence,
+            deadline=context.now + header.budget_ms / 1000 if has_budget else None,
+            received_at=context.now,
+        )
+        self._offers[offered.key] = offered
+        self._by_sequence[sequence.sequence_id] = offered
+        context.scheduler.add(sequence)
+
+    def _announce(self, offered: OfferedPrefill) -> None:
+        """Tell the owner which blocks it may read now."""
+        context, sequence = self._context, offered.sequence
+        if offered.lease_id is None:
+            blocks = [BlockId(block) for block in sequence.blocks]
+            expires_at = context.now + context.settings.lease_s
+            offered.lease_id = context.ledger.lease(offered.owner, blocks, expires_at)
+        is_last = sequence.num_computed >= offered.sequence.max_length - 1
+        num_computed = sequence.num_computed
+        complete = num_blocks_for(num_computed) if is_last else num_computed // BLOCK_TOKENS
+        if complete > offered.num_announced:
+            chunk = m.Chunk(
+                grant_id=offered.grant_id,
+                lease_id=offered.lease_id,
+                arena_generation=context.settings.arena_generation,
+                first_block=offered.num_announced,
+                is_last=is_last,
+            )
+            raw = pack_u32(sequence.blocks[offered.num_announced : complete])
+            context.send_peer(
+                offered.owner, m.CHUNK, chunk, request_id=offered.request_id, raw=[raw]
+            )
+            offered.num_announced = complete
+
+    def _send_commit(self, offered: OfferedPrefill) -> None:
+        self._context.send_peer(
+            offered.owner,
+            m.COMMIT,
+            offered.commit,
+            request_id=offered.request_id,
+            attempt=offered.attempt,
+        )
+
+    def _withdraw(self, offered: OfferedPrefill) -> None:
+        offered.is_withdrawn = True
+        if not offered.sequence.in_step:
+            self._finish_withdrawal(offered)
+
+    def _finish_withdrawal(self, offered: OfferedPrefill) -> None:
+        self._end(offered, "withdrawn")
+
+    def _end(self, offered: OfferedPrefill, reason: str) -> None:
+        self._context.send_peer(
+            offered.owner,
+            m.STOPPED,
+            m.Stopped(grant_id=offered.grant_id, reason=reason),
+            request_id=offered.request_id,
+        )
+        if offered.lease_id is not None:
+            self._end_lease(offered)
+        else:
+            self._drop(offered)
+
+    def _end_lease(self, offered: OfferedPrefill) -> None:
+        if offered.lease_id is not None:
+            self._context.ledger.release_lease(offered.lease_id)
+        self._drop(offered)
+
+    def _drop(self, offered: OfferedPrefill) -> None:
+        self._bury(offered.key)
+        del self._offers[offered.key]
+        del self._by_sequence[offered.sequence.sequence_id]
+        if not offered.sequence.is_removed:
+            self._context.scheduler.remove(offered.sequence)
+
+    def _bury(self, key: Key) -> None:
+        self._tombstones[key] = None
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            del self._tombstones[next(iter(self._tombstones))]
+
+    def _stopped(self, owner: WorkerName, grant_id: int, header: Header, reason: str) -> None:
+        self._context.send_peer(
+            owner,
+            m.STOPPED,
+            m.Stopped(grant_id=grant_id, reason=reason),
+            request_id=RequestId(header.request_id),
+        )

@@ -1,0 +1,531 @@
+"""Requests that this worker owns, from dispatch to the end. Pure.
+
+    tokenizing  the shell turns the prompt into token ids
+    waiting     queued for room, also after a preemption
+    prefill     the prompt is computed, here or by a prefill worker
+    decode      tokens come
+
+One owner, one sequencer: every token of a request leaves here, also the first one that a prefill
+worker sampled, under the request's attempt and the next sequence number. Each request ends with
+exactly one FINISHED or FAILED.
+"""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from llmrt.engine.detokenizer import Detokenizer
+
+from llmrt.engine.batch import Drawn, SequenceId
+from llmrt.engine.sequence import Sequence, num_blocks_for
+from llmrt.wire import messages as m
+from llmrt.wire.arrays import unpack_u32
+from llmrt.wire.envelope import Header, encode_body, encode_header
+from llmrt.wire.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    LlmrtError,
+    OutOfBlocks,
+    Overloaded,
+    RequestCancelled,
+)
+from llmrt.wire.ids import Attempt, RequestId, WorkerId, WorkerName
+from llmrt.wire.kv import BLOCK_TOKENS
+from llmrt.wire.sampling import SamplingParams, check_sampling
+from llmrt.wire.steps import StepRow, encode_step, make_row
+from llmrt.workers.context import WorkerContext
+from llmrt.workers.effects import Log, SendBroker, Tokenize
+from llmrt.workers.extras import encode_extras
+from llmrt.workers.grants import Arrival, OutgoingGrants
+from llmrt.workers.links import PeerLinks
+from llmrt.workers.placement import PlacementCosts, choose_prefill
+
+MAX_TOMBSTONES = 4096
+
+
+@dataclass(slots=True, eq=False)
+class OwnedRequest:
+    """One request. Stamps are this worker's seconds, None until they are reached."""
+
+    request_id: RequestId
+    attempt: Attempt
+    kind: str
+    generate: m.Generate
+    deadline: float | None
+    received_at: float
+    named_prefill: WorkerName | None
+    forced: "array[int]"
+    sequence: Sequence | None = None
+    detokenizer: Detokenizer | None = None
+    stage: str = "tokenizing"
+    num_emitted: int = 0
+    tokenized_at: float | None = None
+    started_at: float | None = None
+    first_token_at: float | None = None
+    prefill_stages_ms: dict[str, float] = field(default_factory=dict)
+    prefill_worker: str = ""
+    excluded: set[WorkerName] = field(default_factory=set)
+    add_special: bool = True
+
+
+class OwnedRequests:
+    """Table of requests by id, and the rows and endings of the current event."""
+
+    def __init__(self, context: WorkerContext, links: PeerLinks) -> None:
+        self._context = context
+        self._links = links
+        self.grants = OutgoingGrants(
+            context, links, arrived=self._prompt_arrived, failed=self._prompt_failed
+        )
+        self._requests: dict[RequestId, OwnedRequest] = {}
+        self._by_sequence: dict[SequenceId, OwnedRequest] = {}
+        self._deadlines: list[tuple[float, RequestId, Attempt]] = []
+        self._tombstones: dict[RequestId, Attempt] = {}
+        self._rows: list[StepRow] = []
+        self._endings: list[SendBroker] = []
+
+    # -- messages of the broker --------------------------------------------------------------
+
+    def dispatched(
+        self,
+        header: Header,
+        route: m.Route,
+        body: m.Generate | m.Tokenize,
+        raw: tuple[bytes, ...],
+    ) -> None:
+        """A request to own, or a later attempt at one that is owned already."""
+        request_id, attempt = RequestId(header.request_id), header.attempt
+        if attempt <= self._tombstones.get(request_id, Attempt(0, 0)):
+            self._context.counters["late_dispatches"] += 1
+            return
+        known = self._requests.get(request_id)
+        if known is not None:
+            if attempt <= known.attempt:
+                return
+            self._drop(known)
+        request = self._make(header, route, body, raw)
+        self._requests[request_id] = request
+        self._remember_deadline(request)
+        try:
+            self._admit(request, raw[0] if raw else b"")
+        except LlmrtError as error:
+            self._fail(request, error)
+
+    def tokenized(
+        self,
+        request_id: RequestId,
+        attempt: Attempt,
+        token_ids: "array[int] | None",
+        failure: m.Failure | None,
+    ) -> None:
+        request = self._requests.get(request_id)
+        if request is None or request.attempt != attempt or request.stage != "tokenizing":
+            return
+        if token_ids is None:
+            assert failure is not None
+            self._end_failed(request, failure)
+            return
+        request.tokenized_at = self._context.now
+        if request.kind == m.TOKENIZE:
+            raw = [token_ids.tobytes()]
+            self._context.send_broker(m.TOKENIZED, request_id=request_id, attempt=attempt, raw=raw)
+            self._drop(request)
+            return
+        try:
+            self._queue(request, token_ids)
+        except LlmrtError as error:
+            self._fail(request, error)
+
+    def cancelled(self, request_id: RequestId, attempt: Attempt) -> None:
+        request = self._requests.get(request_id)
+        if request is None or request.attempt > attempt:
+            self._bury(request_id, attempt)
+            return
+        self._fail(request, RequestCancelled("the request was cancelled"))
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def place(self) -> None:
+        """Offer the prompts at the head of the queue, as far as they go to other workers."""
+        scheduler = self._context.scheduler
+        while scheduler.has_slot():
+            sequence = scheduler.next_waiting()
+            request = self._by_sequence.get(sequence.sequence_id) if sequence else None
+            if sequence is None or request is None:
+                return
+            peer = self._choose(request, sequence)
+            if peer is None or not self.grants.offer(
+                sequence, peer, request.request_id, request.attempt, deadline=request.deadline
+            ):
+                return
+            self._start(request)
+            request.prefill_worker = peer.worker_id
+
+    def step_started(self, sequence_ids: Iterable[SequenceId]) -> None:
+        for sequence_id in sequence_ids:
+            request = self._by_sequence.get(sequence_id)
+            if request is not None and request.stage == "waiting":
+                self._start(request)
+                request.prefill_worker = self._context.settings.name.worker_id
+
+    def drawn(self, sequence: Sequence, drawn: Drawn, returned_at: float) -> None:
+        request = self._by_sequence[sequence.sequence_id]
+        if request.first_token_at is None:
+            request.first_token_at = returned_at
+            assert request.started_at is not None
+            request.prefill_stages_ms = {"prefill": (returned_at - request.started_at) * 1000}
+        self._emit(request, drawn.token_id, encode_extras(drawn.logprobs))
+
+    def step_failed(self, sequences: Iterable[Sequence], error: LlmrtError) -> None:
+        for sequence in sequences:
+            self._fail(self._by_sequence[sequence.sequence_id], error)
+
+    def flush(self) -> None:
+        """Send the rows of this event as one message, then the endings."""
+        if self._rows:
+            self._context.do(SendBroker(encode_step(self._rows)))
+            self._rows = []
+        self._context.effects.extend(self._endings)
+        self._endings = []
+
+    # -- time --------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def tick(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._context.now:
+            _, request_id, attempt = heappop(self._deadlines)
+            request = self._requests.get(request_id)
+            if request is not None and request.attempt == attempt:
+                self._fail(
+                    request,
+                    DeadlineExceeded(
+                        f"the deadline passed in stage {request.stage} after "
+                        f"{self._context.now - request.received_at:.3f} s"
+                    ),
+                )
+
+    def holding(self) -> list[m.Held]:
+        return [
+            m.Held(r.request_id, r.attempt.epoch, r.attempt.n, r.stage)
+            for r in self._requests.values()
+        ]
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def check(self) -> None:
+        for request in self._requests.values():
+            assert (request.sequence is None) == (request.stage == "tokenizing")
+        scheduler = self._context.scheduler
+        for sequence_id in self._by_sequence:
+            places = (scheduler.waiting, scheduler.running, scheduler.parked)
+            assert sum(sequence_id in place for place in places) == 1
+        self.grants.check()
+
+    def _remember_deadline(self, request: OwnedRequest) -> None:
+        if request.deadline is None:
+            return
+        heappush(self._deadlines, (request.deadline, request.request_id, request.attempt))
+        if len(self._deadlines) > 2 * len(self._requests) + 1024:
+            live = self._requests
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in live]
+            heapify(self._deadlines)
+
+    # -- admission ---------------------------------------------------------------------------
+
+    def _make(
+        self,
+        header: Header,
+        route: m.Route,
+        body: m.Generate | m.Tokenize,
+        raw: tuple[bytes, ...],
+    ) -> OwnedRequest:
+        now = self._context.now
+        add_special = True
+        if isinstance(body, m.Tokenize):
+            add_special = body.add_special
+            body = m.Generate(
+                prompt_kind="chat" if body.messages else "text",
+                sampling=SamplingParams(),
+                messages=body.messages,
+            )
+        forced = unpack_u32(raw[-1]) if route.num_forced else array("I")
+        named = None
+        if route.prefill_worker is not None:
+            named = WorkerName(WorkerId(route.prefill_worker), route.prefill_epoch)
+        return OwnedRequest(
+            request_id=RequestId(header.request_id),
+            attempt=header.attempt,
+            kind=route.kind,
+            generate=body,
+            deadline=now + header.budget_ms / 1000 if header.budget_ms >= 0 else None,
+            received_at=now,
+            named_prefill=named,
+            forced=forced,
+            add_special=add_special,
+        )
+
+    def _admit(self, request: OwnedRequest, prompt: bytes) -> None:
+        settings = self._context.settings
+        if not settings.does_decode:
+            raise InternalError(f"{settings.name.worker_id} is a prefill worker and owns nothing")
+        if request.kind == m.GENERATE:
+            check_sampling(request.generate.sampling)
+            self._check_token_ids(request.generate)
+            if len(self._requests) > settings.max_waiting:
+                raise Overloaded(
+                    f"{settings.name.worker_id} holds {settings.max_waiting} requests already: "
+                    "try again later, or raise --max-waiting"
+                )
+        if request.generate.prompt_kind == "tokens":
+            token_ids = unpack_u32(prompt)
+            self.tokenized(request.request_id, request.attempt, token_ids, None)
+        else:
+            self._context.do(
+                Tokenize(
+                    request.request_id,
+                    request.attempt,
+                    request.generate,
+                    prompt,
+                    add_special=request.add_special,
+                )
+            )
+
+    def _check_token_ids(self, generate: m.Generate) -> None:
+        vocab_size = self._context.settings.vocab_size
+        for name, ids in (
+            ("logit_bias", generate.sampling.logit_bias),
+            ("stop_token_ids", generate.sampling.stop_token_ids),
+        ):
+            if ids and max(ids) >= vocab_size:
+                raise InvalidRequest(
+                    f"{name} names token {max(ids)}; the vocabulary has ids 0 to {vocab_size - 1}"
+                )
+
+    def _queue(self, request: OwnedRequest, prompt: "array[int]") -> None:
+        context, params = self._context, request.generate.sampling
+        sequence = Sequence(
+            sequence_id=SequenceId(context.new_sequence_id()),
+            token_ids=prompt + request.forced,
+            num_prompt=len(prompt),
+            params=params,
+            seed=params.seed or 0,
+            max_length=self._max_length(request, prompt),
+            end_token_ids=context.vocabulary.eos_token_ids,
+            priority=request.generate.priority,
+            order=request.received_at,
+        )
+        request.sequence = sequence
+        request.num_emitted = len(request.forced)
+        request.detokenizer = Detokenizer(
+            context.vocabulary,
+            stop=params.stop,
+            min_tokens=params.min_tokens,
+            previous_token_ids=request.forced,
+        )
+        request.stage = "waiting"
+        self._by_sequence[sequence.sequence_id] = request
+        # What was passed on may hold the last token already, and only the end was lost.
+        end = self._end(request, request.forced[-1]) if request.forced else None
+        if end is not None:
+            self._finish(request, *end)
+        else:
+            context.scheduler.add(sequence)
+
+    def _max_length(self, request: OwnedRequest, prompt: "array[int]") -> int:
+        settings, wanted = self._context.settings, request.generate.sampling.max_tokens
+        num_prompt, limit = len(prompt), settings.max_context
+        if num_prompt == 0:
+            raise InvalidRequest("the prompt is empty: give at least one token")
+        if max(prompt) >= settings.vocab_size:
+            raise InvalidRequest(
+                f"prompt token {max(prompt)} is unknown; "
+                f"the vocabulary has ids 0 to {settings.vocab_size - 1}"
+            )
+        if num_prompt + (wanted or 1) > limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt} tokens and max_tokens is {wanted or 'not set'}; "
+                f"the context holds {limit}: shorten the prompt or lower max_tokens"
+            )
+        arena_tokens = settings.num_blocks * BLOCK_TOKENS
+        if wanted is not None and num_blocks_for(num_prompt + wanted) > settings.num_blocks:
+            raise OutOfBlocks(
+                f"{num_prompt} prompt tokens and max_tokens {wanted} can never fit the KV arena "
+                f"of {arena_tokens} tokens: lower max_tokens, or start the worker with a larger "
+                "--kv-tokens"
+            )
+        if num_prompt >= arena_tokens:
+            raise OutOfBlocks(
+                f"a prompt of {num_prompt} tokens cannot fit the KV arena of {arena_tokens} "
+                "tokens: start the worker with a larger --kv-tokens"
+            )
+        return min(num_prompt + wanted, limit) if wanted else min(limit, arena_tokens)
+
+    # -- prompts that are computed elsewhere -------------------------------------------------
+
+    def _choose(self, request: OwnedRequest, sequence: Sequence) -> WorkerName | None:
+        named = request.named_prefill
+        remote = named if named is not None and named not in request.excluded else None
+        mode = None if remote is None else self._links.mode_to(remote)
+        hashes = self._context.scheduler.prefix_hashes(sequence)
+        num_cached = self._context.ledger.lookup(hashes) * BLOCK_TOKENS
+        costs = PlacementCosts(len(sequence.token_ids) - num_cached, remote, mode)
+        return choose_prefill(self._context.settings.placement, costs)
+
+    def _prompt_arrived(self, arrival: Arrival) -> None:
+        request = self._by_sequence[arrival.sequence.sequence_id]
+        commit, now = arrival.commit, self._context.now
+        if request.first_token_at is None:
+            request.first_token_at = now
+            remote_ms = (now - arrival.offered_at) * 1000
+            request.prefill_stages_ms = {
+                "prefill_queue": commit.queue_ms,
+                "prefill": commit.prefill_ms,
+                "handover": max(0.0, remote_ms - commit.queue_ms - commit.prefill_ms),
+            }
+            arrival.sequence.num_cached = max(arrival.sequence.num_cached, commit.num_cached)
+        request.stage = "decode"
+        self._context.scheduler.join(arrival.sequence, arrival.blocks, commit.token_id)
+        self._emit(request, commit.token_id, commit.extras)
+
+    def _prompt_failed(self, sequence: Sequence, reason: str) -> None:
+        """The prompt was not computed there: it waits again, and that worker is not asked again."""
+        request = self._by_sequence[sequence.sequence_id]
+        if request.named_prefill is not None:
+            request.excluded.add(request.named_prefill)
+        self._context.counters["prefills_moved"] += 1
+        self._context.log(
+            "request.prefill_moved",
+            "warning",
+            request_id=request.request_id.hex(),
+            peer=request.prefill_worker,
+            error=reason,
+        )
+        request.stage = "waiting"
+        self._context.scheduler.unpark(sequence)
+
+    # -- tokens and ends ---------------------------------------------------------------------
+
+    def _start(self, request: OwnedRequest) -> None:
+        request.stage = "prefill"
+        if request.started_at is None:
+            request.started_at = self._context.now
+
+    def _emit(self, request: OwnedRequest, token_id: int, extras: bytes) -> None:
+        sequence, detokenizer = request.sequence, request.detokenizer
+        assert sequence is not None
+        assert detokenizer is not None
+        request.stage = "decode"
+        is_over = self._is_end_token(request, token_id)
+        text = "" if is_over else detokenizer.feed(token_id)
+        end = self._end(request, token_id)
+        if end is not None and detokenizer.matched_stop is None:
+            text += detokenizer.flush()
+        row = make_row(request.request_id, request.attempt, request.num_emitted, [token_id], text)
+        self._rows.append(row._replace(extras=extras))
+        request.num_emitted += 1
+        if end is not None:
+            self._finish(request, *end)
+
+    def _is_end_token(self, request: OwnedRequest, token_id: int) -> bool:
+        """True for a token that ends the text and is no part of it."""
+        params = request.generate.sampling
+        is_eos = token_id in self._context.vocabulary.eos_token_ids and not params.ignore_eos
+        return is_eos or token_id in params.stop_token_ids
+
+    def _end(self, request: OwnedRequest, token_id: int) -> tuple[str, str | int | None] | None:
+        """Finish reason, and what stopped it, if `token_id` was the last token; else None."""
+        sequence, detokenizer = request.sequence, request.detokenizer
+        assert sequence is not None
+        assert detokenizer is not None
+        if self._is_end_token(request, token_id):
+            is_stop = token_id in request.generate.sampling.stop_token_ids
+            return ("stop", token_id if is_stop else None)
+        if detokenizer.matched_stop is not None:
+            return ("stop", detokenizer.matched_stop)
+        return ("length", None) if len(sequence.token_ids) >= sequence.max_length else None
+
+    def _finish(self, request: OwnedRequest, reason: str, stop: str | int | None) -> None:
+        sequence = request.sequence
+        assert sequence is not None
+        finished = m.Finished(
+            finish_reason=reason,
+            usage=m.Usage(
+                prompt_tokens=sequence.num_prompt,
+                completion_tokens=request.num_emitted,
+                cached_tokens=min(sequence.num_cached, sequence.num_prompt),
+            ),
+            timings_ms=self._timings_ms(request),
+            decode_worker=self._context.settings.name.worker_id,
+            prefill_worker=request.prefill_worker,
+            num_preemptions=sequence.num_preemptions,
+            stop=stop,
+        )
+        stages_ms = {f"{s}_ms": round(ms, 3) for s, ms in finished.timings_ms.items()}
+        self._log_end(request, "finished", finish_reason=reason, **stages_ms)
+        self._send_end(request, m.FINISHED, finished)
+        self._drop(request)
+
+    def _fail(self, request: OwnedRequest, error: LlmrtError) -> None:
+        self._end_failed(request, m.Failure(code=error.error_code, message=error.message))
+
+    def _end_failed(self, request: OwnedRequest, failure: m.Failure) -> None:
+        total_ms = round((self._context.now - request.received_at) * 1000, 3)
+        self._log_end(request, failure.code, stage=request.stage, total_ms=total_ms)
+        self._send_end(request, m.FAILED, failure)
+        self._drop(request)
+
+    def _log_end(self, request: OwnedRequest, outcome: str, **fields: object) -> None:
+        """The one wide line of a request."""
+        sequence = request.sequence
+        fields |= {
+            "request_id": request.request_id.hex(),
+            "attempt": request.attempt.n,
+            "outcome": outcome,
+            "prompt_tokens": sequence.num_prompt if sequence else 0,
+            "cached_tokens": min(sequence.num_cached, sequence.num_prompt) if sequence else 0,
+            "output_tokens": request.num_emitted,
+            "prefill_worker": request.prefill_worker,
+            "num_preemptions": sequence.num_preemptions if sequence else 0,
+        }
+        self._context.do(Log("request.finished", fields=fields))
+
+    def _send_end(self, request: OwnedRequest, kind: str, body: m.Finished | m.Failure) -> None:
+        header = encode_header(
+            kind, request.request_id, attempt=request.attempt, seq=request.num_emitted
+        )
+        self._endings.append(SendBroker([header, encode_body(body)]))
+
+    def _drop(self, request: OwnedRequest) -> None:
+        self._bury(request.request_id, request.attempt)
+        del self._requests[request.request_id]
+        sequence = request.sequence
+        if sequence is not None:
+            del self._by_sequence[sequence.sequence_id]
+            self.grants.withdraw(sequence)
+            self._context.scheduler.remove(sequence)
+
+    def _bury(self, request_id: RequestId, attempt: Attempt) -> None:
+        self._tombstones.pop(request_id, None)
+        self._tombstones[request_id] = attempt
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            del self._tombstones[next(iter(self._tombstones))]
+
+    def _timings_ms(self, request: OwnedRequest) -> dict[str, float]:
+        """Stages of the request in milliseconds; they sum to `total`."""
+        now = self._context.now
+        tokenized = request.tokenized_at if request.tokenized_at is not None else now
+        started = request.started_at if request.started_at is not None else now
+        first = request.first_token_at if request.first_token_at is not None else now
+        return {
+            "tokenize": (tokenized - request.received_at) * 1000,
+            "queue": (started - tokenized) * 1000,
+            **request.prefill_stages_ms,
+            "decode": (now - first) * 1000,
+            "total": (now - request.received_at) * 1000,
+        }

@@ -1,0 +1,195 @@
+"""A worker process: loads the model, makes the machine, and runs its shell."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from llmrt.actor import sockets
+from llmrt.actor.process import this_process
+from llmrt.engine.scheduler import Scheduler, SchedulerSettings
+from llmrt.kvtransfer.ledger import Ledger
+from llmrt.wire.errors import ConfigError, ModelNotFound
+from llmrt.wire.ids import WorkerId, WorkerName
+from llmrt.workers.context import CoreSettings
+from llmrt.workers.core import WorkerCore
+from llmrt.workers.loading import LoadedModel, Progress, load_model
+from llmrt.workers.prompts import PromptEncoder
+from llmrt.workers.settings import WorkerSettings
+from llmrt.workers.shell import WorkerShell, routing_id_of
+
+log = structlog.get_logger(__name__)
+
+
+class _Sockets(NamedTuple):
+    """The sockets of a worker; `link_at` is where peers reach `link`."""
+
+    context: sockets.Context
+    broker: sockets.Socket
+    link: sockets.Socket
+    link_at: str
+
+
+ROLES = ("both", "prefill", "decode")
+TRANSFERS = ("auto", "shm", "tcp")
+PLACEMENTS = ("auto", "local", "remote")
+
+
+async def serve(settings: WorkerSettings, *, on_ready: Callable[[], None] = lambda: None) -> None:
+    """Load the model, register with the broker and serve until cancelled.
+
+    `on_ready` is called once, when the broker has accepted the worker. Raises a `LlmrtError` for
+    wrong settings, a model that cannot be loaded, or a broker that refuses.
+    """
+    _check(settings)
+    name = WorkerName(WorkerId(settings.worker_id or _default_id(settings)), time.time_ns())
+    runtime_dir = settings.runtime_dir or default_runtime_dir()
+    runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    context = sockets.context()
+    broker = sockets.dealer(context, routing_id_of(name))
+    link = sockets.router(context)
+    try:
+        # Before weights are read: a wrong address must not cost a minute.
+        target = await asyncio.to_thread(sockets.resolve, settings.broker)
+        link_file = runtime_dir / f"{name.worker_id}.{os.getpid()}.link"
+        link_at = sockets.bind(link, settings.link or f"ipc://{link_file}")
+        model = await asyncio.to_thread(_load, settings, name)
+        sockets.connect(broker, target)
+        arena_file = runtime_dir / f"{name.worker_id}.{os.getpid()}.arena"
+        try:
+            await _serve_model(
+                settings,
+                name,
+                model,
+                _Sockets(context, broker, link, link_at),
+                arena_file,
+                on_ready,
+            )
+        finally:
+            model.arena.close()
+    finally:
+        broker.close()
+        link.close()
+        context.term()
+        with contextlib.suppress(FileNotFoundError):
+            link_file.unlink()
+
+
+def default_runtime_dir() -> Path:
+    """Where sockets of workers on one host meet: of this user alone."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "llmrt" if base else Path(f"/tmp/llmrt-{os.getuid()}")  # noqa: S108
+
+
+async def _serve_model(
+    settings: WorkerSettings,
+    name: WorkerName,
+    model: LoadedModel,
+    net: _Sockets,
+    arena_file: Path,
+    on_ready: Callable[[], None],
+) -> None:
+    ledger = Ledger(model.arena.num_blocks, generation=model.arena.generation)
+    scheduler = Scheduler(
+        ledger,
+        SchedulerSettings(
+            max_running=settings.max_running,
+            step_tokens=settings.step_tokens,
+            chunk_tokens=max(1, settings.step_tokens // 2),
+            has_prefix_cache=settings.has_prefix_cache,
+        ),
+    )
+    core_settings = CoreSettings(
+        name=name,
+        role=settings.role,
+        model=model.name,
+        contract=model.contract,
+        process=this_process(),
+        vocab_size=model.spec.vocab_size,
+        max_context=model.max_context,
+        num_blocks=model.arena.num_blocks,
+        arena_generation=model.arena.generation,
+        link=net.link_at,
+        arena_socket=str(arena_file),
+        max_waiting=settings.max_waiting,
+        transfer=settings.transfer,
+        placement=settings.placement,
+    )
+    core = WorkerCore(core_settings, scheduler, model.tokenizer)
+    shell = WorkerShell(
+        core,
+        core_settings,
+        device=model.device,
+        arena=model.arena,
+        encoder=PromptEncoder(model.tokenizer, model.template, model.max_context),
+        broker=net.broker,
+        link=net.link,
+        arena_socket=arena_file if settings.role != "prefill" else None,
+        context=net.context,
+        leased_blocks=ledger.leased_blocks,
+        on_ready=on_ready,
+        validate=settings.validate,
+    )
+    await shell.start()
+    try:
+        await shell.run()
+    finally:
+        await shell.close()
+
+
+def _load(settings: WorkerSettings, name: WorkerName) -> LoadedModel:
+    with _progress_bar(settings) as progress:
+        model = load_model(settings, generation=name.epoch % 2**32, progress=progress)
+    for note in model.notes:
+        log.info("model.note", note=note)
+    log.info(
+        "model.loaded",
+        model=model.name,
+        architecture=model.spec.architecture,
+        num_layers=model.spec.num_layers,
+        max_context=model.max_context,
+        num_blocks=model.arena.num_blocks,
+        arena_bytes=model.arena.size_bytes,
+        numerics_id=model.contract.numerics_id,
+        duration_ms=round(model.seconds["total"] * 1000, 1),
+    )
+    return model
+
+
+@contextlib.contextmanager
+def _progress_bar(settings: WorkerSettings) -> Iterator[Progress | None]:
+    """A bar on a terminal; nothing elsewhere, where the log has the line at the end."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(settings.model.name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _check(settings: WorkerSettings) -> None:
+    for name, allowed in (("role", ROLES), ("transfer", TRANSFERS), ("placement", PLACEMENTS)):
+        value = getattr(settings, name)
+        if value not in allowed:
+            raise ConfigError(f"{name} is {value!r}: one of {', '.join(allowed)} is needed")
+    for name in ("max_running", "max_waiting", "step_tokens"):
+        if getattr(settings, name) < 1:
+            raise ConfigError(f"{name} is {getattr(settings, name)}: at least 1 is needed")
+    if not settings.model.exists():
+        raise ModelNotFound(f"no model at {settings.model}: give the path of a GGUF file or folder")
+
+
+def _default_id(settings: WorkerSettings) -> str:
+    return f"{settings.role}-{socket.gethostname()}-{os.getpid()}"

@@ -1,0 +1,350 @@
+"""The shell of a worker: carries out the effects of `WorkerCore`, and nothing else.
+
+Three kinds of thread: the loop (sockets and the machine), one that runs steps, and one that
+tokenizes. A reader per peer copies blocks under leases.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import assert_never
+
+import msgspec
+import structlog
+
+from llmrt.actor import sockets
+from llmrt.actor.channel import Channel
+from llmrt.actor.driver import Driver
+from llmrt.engine.batch import Device, StepResult
+from llmrt.kvtransfer.arena import Arena
+from llmrt.kvtransfer.arena_socket import ArenaServer, AttachedPeer, Lifeline, attach_arena
+from llmrt.kvtransfer.tcp_reader import BulkReader
+from llmrt.kvtransfer.tcp_server import BulkServer, ReadRequest
+from llmrt.wire.envelope import check_frames, decode_body, decode_header, encode_body
+from llmrt.wire.errors import LlmrtError, ProtocolError, error_from_code
+from llmrt.wire.ids import BlockId, LeaseId, WorkerId, WorkerName
+from llmrt.wire.messages import Failure, Peer
+from llmrt.workers import effects as do
+from llmrt.workers import events as ev
+from llmrt.workers.context import CoreSettings
+from llmrt.workers.core import WorkerCore
+from llmrt.workers.offered import arena_of
+from llmrt.workers.prompts import PromptEncoder
+
+log = structlog.get_logger(__name__)
+
+ATTACH_TIMEOUT_S = 10.0
+# 30 MB/s for the longest prompts of small models; a slower link is of no use to a request.
+READ_TIMEOUT_S = 30.0
+
+
+class ArenaHello(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself when it maps a peer's arena."""
+
+    worker_id: str
+    epoch: int
+
+
+def routing_id_of(name: WorkerName) -> bytes:
+    """Routing id of one life of a worker: two lives never meet on one socket."""
+    return f"{name.worker_id}@{name.epoch}".encode()
+
+
+def name_of(routing_id: bytes) -> WorkerName:
+    """The life of a worker behind a routing id; raises `ProtocolError`."""
+    worker_id, _, epoch = routing_id.decode(errors="replace").rpartition("@")
+    if not worker_id or not epoch.isdecimal():
+        raise ProtocolError(f"routing id {routing_id[:64]!r} names no worker")
+    return WorkerName(WorkerId(worker_id), int(epoch))
+
+
+class WorkerShell:
+    """Owns sockets, threads and mappings of one worker. `run` returns when the worker ends."""
+
+    def __init__(
+        self,
+        core: WorkerCore,
+        settings: CoreSettings,
+        *,
+        device: Device,
+        arena: Arena,
+        encoder: PromptEncoder,
+        broker: sockets.Socket,
+        link: sockets.Socket,
+        arena_socket: Path | None,
+        context: sockets.Context,
+        leased_blocks: Callable[[LeaseId], tuple[BlockId, ...] | None],
+        on_ready: Callable[[], None],
+        validate: bool = False,
+    ) -> None:
+        self._settings = settings
+        self._device = device
+        self._arena = arena
+        self._encoder = encoder
+        self._context = context
+        self._leased_blocks = leased_blocks
+        self._on_ready = on_ready
+        self._loop = asyncio.get_running_loop()
+        self._step_thread = ThreadPoolExecutor(1, thread_name_prefix="step")
+        self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._peers: dict[WorkerName, Channel] = {}
+        self._mapped: dict[WorkerName, tuple[Arena, Lifeline]] = {}
+        self._readers: dict[str, BulkReader] = {}
+        self._mappers: dict[AttachedPeer, WorkerName] = {}
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._num_bad_messages = 0
+        self._driver: Driver[ev.Event, do.Effect] = Driver(
+            core, self._perform, ev.Tick(), validate=validate
+        )
+        self._broker = Channel(broker, self._from_broker, self._unsent)
+        self._link = Channel(link, self._from_link, self._unsent)
+        self._bulk = BulkServer(arena, self._check_read)
+        self._arena_server = None
+        if arena_socket is not None:
+            self._arena_server = ArenaServer(
+                arena_socket,
+                arena,
+                on_attached=self._arena_mapped,
+                on_detached=lambda peer: None,
+                on_dead=self._mapper_died,
+            )
+
+    async def start(self) -> None:
+        self._bulk.start()
+        if self._arena_server is not None:
+            await self._arena_server.start()
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises what ended the worker otherwise."""
+        await self._ended
+
+    async def close(self) -> None:
+        """Say goodbye, let the running step return, and let go of everything."""
+        self._driver.handle(ev.StopWanted())
+        self._driver.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for reader in self._readers.values():
+            await reader.close()
+        await asyncio.to_thread(self._step_thread.shutdown)
+        self._text_thread.shutdown(wait=False, cancel_futures=True)
+        for owner in list(self._mapped):
+            self._unmap(owner)
+        await asyncio.to_thread(self._bulk.close)
+        if self._arena_server is not None:
+            self._arena_server.close()
+        for channel in (*self._peers.values(), self._link, self._broker):
+            channel.close()
+
+    # -- effects -----------------------------------------------------------------------------
+
+    def _perform(self, effect: do.Effect) -> None:
+        match effect:
+            case do.RunStep(batch):
+                running = self._step_thread.submit(self._device.run, batch)
+                running.add_done_callback(self._step_returned)
+            case do.SendBroker(frames):
+                self._broker.send(frames)
+            case do.SendPeer(peer, frames):
+                channel = self._peers.get(peer)
+                if channel is not None:
+                    channel.send(frames)
+            case do.Tokenize():
+                self._text_thread.submit(self._tokenize, effect).add_done_callback(self._post)
+            case do.ConnectPeer(peer_row):
+                self._connect(peer_row)
+            case do.ForgetPeer(peer):
+                self._forget(peer)
+            case do.AttachArena():
+                self._spawn(self._attach(effect))
+            case do.DetachArena(owner):
+                # Behind the running step, which may still name it.
+                detached = self._step_thread.submit(self._detach, owner)
+                detached.add_done_callback(lambda _: self._call_soon(self._unmap, owner))
+            case do.ReadBlocks():
+                self._spawn(self._read(effect))
+            case do.Log(event, level, fields):
+                getattr(log, level)(event, **fields)
+            case do.Ready():
+                self._on_ready()
+            case do.Exit(code, message):
+                if not self._ended.done():
+                    self._ended.set_exception(error_from_code(code, message))
+            case _:
+                assert_never(effect)
+
+    # -- steps and texts, on their threads ---------------------------------------------------
+
+    def _step_returned(self, running: "Future[StepResult]") -> None:
+        returned_at = time.monotonic()
+        error = running.exception()
+        if error is None:
+            done = ev.StepDone(running.result(), returned_at)
+        else:
+            code = error.error_code if isinstance(error, LlmrtError) else "internal_error"
+            failure = Failure(code=code, message=f"{type(error).__name__}: {error}")
+            done = ev.StepDone(None, returned_at, failure)
+        self._call_soon(self._driver.handle, done)
+
+    def _tokenize(self, effect: do.Tokenize) -> ev.Tokenized:
+        try:
+            token_ids = self._encoder.encode(
+                effect.generate, effect.prompt, now=time.time(), add_special=effect.add_special
+            )
+        except LlmrtError as error:
+            failure = Failure(code=error.error_code, message=error.message)
+            return ev.Tokenized(effect.request_id, effect.attempt, None, failure)
+        return ev.Tokenized(effect.request_id, effect.attempt, token_ids)
+
+    def _post(self, done: "Future[ev.Tokenized]") -> None:
+        if not done.cancelled():
+            self._call_soon(self._driver.handle, done.result())
+
+    def _call_soon(self, call: Callable[..., None], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the worker with it
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    # -- sockets -----------------------------------------------------------------------------
+
+    def _from_broker(self, frames: list[bytes]) -> None:
+        try:
+            check_frames(frames)
+            event = ev.FromBroker(decode_header(frames[0]), tuple(frames[1:]))
+        except ProtocolError as error:
+            self._refuse(error)
+        else:
+            self._driver.handle(event)
+
+    def _from_link(self, frames: list[bytes]) -> None:
+        try:
+            check_frames(frames[1:])
+            header = decode_header(frames[1])
+            event = ev.FromPeer(name_of(frames[0]), header, tuple(frames[2:]))
+        except ProtocolError as error:
+            self._refuse(error)
+        else:
+            self._driver.handle(event)
+
+    def _refuse(self, error: ProtocolError) -> None:
+        self._num_bad_messages += 1
+        if self._num_bad_messages.bit_count() == 1:  # the 1st, 2nd, 4th, ...
+            log.warning("message.refused", error=error.message, count=self._num_bad_messages)
+
+    def _unsent(self, frames: list[bytes], reason: str) -> None:
+        log.warning("message.unsent", reason=reason, size_bytes=sum(map(len, frames)))
+
+    def _connect(self, peer: Peer) -> None:
+        name = WorkerName(WorkerId(peer.worker_id), peer.epoch)
+        socket = sockets.dealer(self._context, routing_id_of(self._settings.name))
+        try:
+            sockets.connect(socket, peer.link)
+        except LlmrtError as error:
+            socket.close()
+            log.warning("peer.unreachable", peer=peer.worker_id, error=error.message)
+            return
+
+        def unsent(frames: list[bytes], reason: str) -> None:
+            self._unsent(frames, reason)
+            self._driver.handle(ev.PeerUnreachable(name))
+
+        self._peers[name] = Channel(socket, lambda frames: None, unsent)
+        self._driver.handle(
+            ev.PeerConnected(name, self._bulk.url_for(f"{name.worker_id}@{name.epoch}"))
+        )
+
+    def _forget(self, peer: WorkerName) -> None:
+        self._bulk.revoke(f"{peer.worker_id}@{peer.epoch}")
+        channel = self._peers.pop(peer, None)
+        if channel is not None:
+            channel.close()
+
+    # -- arenas ------------------------------------------------------------------------------
+
+    async def _attach(self, effect: do.AttachArena) -> None:
+        """Map a peer's arena and make it known to the device."""
+        owner, name = effect.owner, self._settings.name
+        hello = encode_body(ArenaHello(worker_id=name.worker_id, epoch=name.epoch))
+        try:
+            arena, lifeline = await attach_arena(
+                Path(effect.socket),
+                hello,
+                timeout_s=ATTACH_TIMEOUT_S,
+                on_lost=lambda: self._driver.handle(ev.ArenaLost(owner)),
+            )
+        except LlmrtError as error:
+            self._driver.handle(ev.ArenaRefused(owner, error.message))
+            return
+        if (arena.generation, arena.block_bytes) != (effect.generation, self._arena.block_bytes):
+            arena.close()
+            lifeline.close()
+            self._driver.handle(ev.ArenaRefused(owner, "the arena served there is another one"))
+            return
+        self._mapped[owner] = (arena, lifeline)
+        await asyncio.wrap_future(
+            self._step_thread.submit(self._device.add_arena, arena_of(owner), arena.buffer)
+        )
+        self._driver.handle(ev.ArenaAttached(owner))
+
+    def _detach(self, owner: WorkerName) -> None:
+        self._device.remove_arena(arena_of(owner))
+
+    def _unmap(self, owner: WorkerName) -> None:
+        mapped = self._mapped.pop(owner, None)
+        if mapped is not None:
+            arena, lifeline = mapped
+            arena.close()
+            lifeline.close()
+
+    def _arena_mapped(self, peer: AttachedPeer) -> str | None:
+        try:
+            hello = decode_body(peer.hello, ArenaHello)
+        except ProtocolError as error:
+            return error.message
+        name = WorkerName(WorkerId(hello.worker_id), hello.epoch)
+        self._mappers[peer] = name
+        self._loop.call_soon(self._driver.handle, ev.ArenaMapped(name))
+        return None
+
+    def _mapper_died(self, peer: AttachedPeer) -> None:
+        name = self._mappers.pop(peer, None)
+        if name is not None:
+            self._driver.handle(ev.MapperDied(name))
+
+    # -- reading under a lease ---------------------------------------------------------------
+
+    async def _read(self, effect: do.ReadBlocks) -> None:
+        failure = None
+        try:
+            reader = self._readers.get(effect.address)
+            if reader is None:
+                reader = self._readers[effect.address] = BulkReader(effect.address)
+            await reader.read(
+                LeaseId(effect.lease_id),
+                effect.generation,
+                [BlockId(block) for block in effect.source],
+                self._arena,
+                [BlockId(block) for block in effect.target],
+                timeout_s=READ_TIMEOUT_S,
+            )
+        except LlmrtError as error:
+            failure = Failure(code=error.error_code, message=error.message)
+        self._driver.handle(ev.BlocksRead(effect.read_id, failure))
+
+    def _check_read(self, request: ReadRequest) -> str | None:
+        """Called on a reader's connection thread."""
+        blocks = self._leased_blocks(request.lease_id)
+        if blocks is None:
+            return f"lease {request.lease_id} has ended"
+        if not set(request.blocks) <= set(blocks):
+            return f"lease {request.lease_id} does not cover all {len(request.blocks)} blocks"
+        return None
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
