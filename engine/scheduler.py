@@ -6,8 +6,9 @@ token of every running sequence that decodes, then prefill chunks up to the budg
 
 Rules that are hard to see in the code:
 
-- A prefill chunk ends on a multiple of `chunk_tokens`, or with the prompt, whatever else is in
-  the step: so chunk boundaries, and with them the text, do not depend on company.
+- A prefill chunk ends on the next multiple of `chunk_tokens`, or with the prompt, whatever else is
+  in the step: so chunk boundaries, and with them the text, do not depend on company. The first
+  chunk of a step is taken even if decodes have used up the budget.
 - A local prompt gets blocks for its whole length when it starts; only decodes can run out, and
   then the policy names whom to preempt. A preempted sequence waits and is computed again from
   its tokens, by the same code as a new one.
@@ -28,7 +29,10 @@ from llmrt.wire.kv import BLOCK_TOKENS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """`step_tokens` bounds a step, `chunk_tokens` is the grid on which prefill chunks end."""
+    """`step_tokens` bounds a step; `chunk_tokens` is the grid on which prefill chunks end.
+
+    A step that takes two chunks lets a short prompt pass beside a long one.
+    """
 
     max_running: int = 32
     step_tokens: int = 512
@@ -208,26 +212,18 @@ class Scheduler:
         self._admit()
         # Also one that was admitted with all but its last token cached: it has no decode row yet.
         prefilling = [s for s in self.running.values() if not s.in_step]
-        order = policy.prefill_order(prefilling)
-        for i, sequence in enumerate(order):
-            # The oldest leaves one chunk for the others, if there are any.
-            share = budget - self.settings.chunk_tokens if i == 0 and len(order) > 1 else budget
-            end = self._chunk_end(sequence, max(share, 0), is_first=not rows)
-            if end > sequence.num_computed:
-                rows.append(self._row(sequence, end))
-                budget -= end - sequence.num_computed
-                self.num_prefill_tokens += end - sequence.num_computed
+        for sequence in policy.prefill_order(prefilling):
+            num_tokens = self._chunk_tokens(sequence)
+            if num_tokens <= budget or not rows:
+                rows.append(self._row(sequence, sequence.num_computed + num_tokens))
+                budget -= num_tokens
+                self.num_prefill_tokens += num_tokens
         return rows
 
-    def _chunk_end(self, sequence: Sequence, budget: int, *, is_first: bool) -> int:
-        """Where the next chunk ends: on the grid or with the prompt, within the budget."""
-        grid, start, total = self.settings.chunk_tokens, sequence.num_computed, sequence.num_pending
-        if total <= budget:
-            return start + total
-        end = (start + budget) // grid * grid
-        if end <= start and is_first:
-            end = min((start // grid + 1) * grid, start + total)
-        return max(end, start)
+    def _chunk_tokens(self, sequence: Sequence) -> int:
+        """Tokens up to the next line of the grid, or to the end of the prompt."""
+        grid = self.settings.chunk_tokens
+        return min(grid - sequence.num_computed % grid, sequence.num_pending)
 
     def _admit(self) -> None:
         while self.has_slot():

@@ -32,8 +32,8 @@ class StoredTensor:
     """One tensor as its file stores it.
 
     `shape` is (rows, columns) or (length,), rows being outputs. `kind` is the storage type:
-    F32, F16, BF16, F64 or a GGUF quantization (Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K).
-    `data` is a read-only view of the mapped file, `size_bytes` long.
+    F32, F16, BF16, F64 or a GGUF quantization (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K).
+    `data` is a read-only view of the mapped file.
     """
 
     name: str

@@ -2,13 +2,15 @@
 
 The header is a small msgpack array whose first element names the protocol and whose next two
 are its version. A decoder here returns a value or raises `ProtocolError`, whatever the bytes,
-and allocates at most a fixed multiple of their length. `docs/wire.md` describes the frames.
+and allocates at most a fixed multiple of their length: it knows the type that it expects, skips
+what it does not know, and never makes room for elements that are only announced (a general
+msgpack decoder takes 27 MB for a header of nested empty arrays). `docs/wire.md` describes the
+frames.
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
-import msgpack
 import msgspec
 
 from llmrt.wire.errors import MessageTooLarge, ProtocolError, VersionMismatch
@@ -19,12 +21,11 @@ MAJOR, MINOR = 1, 0
 
 # A header is at most some 150 bytes; the limit leaves room for later minor versions.
 MAX_HEADER_BYTES = 1024
-# msgpack of one byte per element grows some 70-fold when decoded: 1 MiB is 70 MiB at worst.
+# A message of many small structs grows some 40-fold when decoded: 1 MiB is 40 MiB at worst.
 MAX_BODY_BYTES = 1 << 20
 # Prompts travel as raw frames: 4 M token ids of 4 bytes.
 MAX_RAW_BYTES = 16 << 20
 MAX_FRAMES = 16
-MAX_ELEMENTS = 16384
 NO_BUDGET = -1
 NO_REQUEST = RequestId(b"")
 
@@ -51,6 +52,44 @@ class Header(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return Attempt(self.epoch, self.n)
 
 
+# The widths of the fields in the index of a step message.
+_U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+_U64 = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Version(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What every major version begins with."""
+
+    magic: str
+    major: int
+    minor: int
+
+
+class _WireHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A whole header as it lies on the wire."""
+
+    magic: str
+    major: int
+    minor: int
+    kind: str
+    request_id: bytes = NO_REQUEST
+    epoch: _U64 = 0
+    n: _U32 = 0
+    seq: _U32 = 0
+    budget_ms: Annotated[int, msgspec.Meta(ge=NO_BUDGET)] = NO_BUDGET
+    stamps: tuple[int, ...] = ()
+
+
+# Every hop encodes and decodes a header: 0.3 and 0.6 us, against 3 and 7 us with msgpack.
+_ENCODER = msgspec.msgpack.Encoder()
+_HEADER_DECODER = msgspec.msgpack.Decoder(_WireHeader)
+_VERSION_DECODER = msgspec.msgpack.Decoder(_Version)
+# One per type of message; made at first use, which takes longer than decoding.
+_BODY_DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+_ID_SIZES = (0, REQUEST_ID_BYTES)
+_NOT_OURS = (msgspec.DecodeError, ValueError, RecursionError)
+
+
 def encode_header(
     kind: str,
     request_id: bytes = NO_REQUEST,
@@ -60,35 +99,34 @@ def encode_header(
     budget_ms: int = NO_BUDGET,
     stamps: Sequence[int] = (),
 ) -> bytes:
-    packed: bytes = msgpack.packb(
+    return _ENCODER.encode(
         (MAGIC, MAJOR, MINOR, kind, request_id, attempt.epoch, attempt.n, seq, budget_ms, stamps)
     )
-    return packed
 
 
 def decode_header(frame: bytes) -> Header:
     """The header in `frame`; raises `ProtocolError`, or `VersionMismatch` for another major."""
     if len(frame) > MAX_HEADER_BYTES:
         raise ProtocolError(f"header of {len(frame)} bytes; at most {MAX_HEADER_BYTES} are allowed")
-    fields = _unpack(frame)
-    if not isinstance(fields, list) or len(fields) < 4 or fields[0] != MAGIC:
-        raise ProtocolError("the first frame is not an llmrt header")
-    if fields[1] != MAJOR:
-        raise VersionMismatch(
-            f"peer speaks protocol {fields[1]!r}.{fields[2]!r}, this side {MAJOR}.{MINOR}: "
-            "run the same release on both sides"
-        )
-    header = _convert(fields[3:], Header)
-    if len(header.request_id) not in (0, REQUEST_ID_BYTES):
+    try:
+        wire = _HEADER_DECODER.decode(frame)
+    except _NOT_OURS as error:
+        _check_version(frame)
+        raise ProtocolError(f"no header: {_short(error)}") from None
+    if wire.magic != MAGIC or wire.major != MAJOR:
+        _check_version(frame)
+    if len(wire.request_id) not in _ID_SIZES:
         raise ProtocolError(
-            f"request id of {len(header.request_id)} bytes; {REQUEST_ID_BYTES} are expected"
+            f"request id of {len(wire.request_id)} bytes; {REQUEST_ID_BYTES} are expected"
         )
-    return header
+    return Header(
+        wire.kind, wire.request_id, wire.epoch, wire.n, wire.seq, wire.budget_ms, wire.stamps
+    )
 
 
 def encode_body(message: msgspec.Struct) -> bytes:
     """msgpack of a message; raises `MessageTooLarge` above `MAX_BODY_BYTES`."""
-    packed: bytes = msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)))
+    packed = _ENCODER.encode(message)
     if len(packed) > MAX_BODY_BYTES:
         raise MessageTooLarge(
             f"{type(message).__name__} takes {len(packed)} bytes; at most {MAX_BODY_BYTES} "
@@ -101,7 +139,10 @@ def decode_body(frame: bytes, expected: type[T]) -> T:
     """The message of type `expected` in `frame`; raises `ProtocolError`."""
     if len(frame) > MAX_BODY_BYTES:
         raise ProtocolError(f"body of {len(frame)} bytes; at most {MAX_BODY_BYTES} are allowed")
-    return _convert(_unpack(frame), expected)
+    try:
+        return _body_decoder(expected).decode(frame)
+    except _NOT_OURS as error:
+        raise ProtocolError(f"no {expected.__name__}: {_short(error)}") from None
 
 
 def check_frames(frames: Sequence[bytes]) -> None:
@@ -113,24 +154,26 @@ def check_frames(frames: Sequence[bytes]) -> None:
         raise ProtocolError(f"frame of {longest} bytes; at most {MAX_RAW_BYTES} are allowed")
 
 
-def _unpack(frame: bytes) -> object:
+def _body_decoder(expected: type[T]) -> msgspec.msgpack.Decoder[T]:
+    decoder = _BODY_DECODERS.get(expected)
+    if decoder is None:
+        decoder = _BODY_DECODERS[expected] = msgspec.msgpack.Decoder(expected)
+    return decoder
+
+
+def _check_version(frame: bytes) -> None:
+    """Raise for another protocol or another major version, whose further fields may differ."""
     try:
-        return msgpack.unpackb(
-            frame,
-            max_array_len=MAX_ELEMENTS,
-            max_map_len=MAX_ELEMENTS,
-            max_ext_len=0,
-            strict_map_key=False,
+        version = _VERSION_DECODER.decode(frame)
+    except _NOT_OURS:
+        raise ProtocolError("the first frame is not an llmrt header") from None
+    if version.magic != MAGIC:
+        raise ProtocolError("the first frame is not an llmrt header")
+    if version.major != MAJOR:
+        raise VersionMismatch(
+            f"peer speaks protocol {version.major}.{version.minor}, this side {MAJOR}.{MINOR}: "
+            "run the same release on both sides"
         )
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"not msgpack within its bounds: {_short(error)}") from None
-
-
-def _convert(fields: object, expected: type[T]) -> T:
-    try:
-        return msgspec.convert(fields, expected, builtin_types=(bytes,))
-    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
-        raise ProtocolError(f"no {expected.__name__}: {_short(error)}") from None
 
 
 def _short(error: BaseException) -> str:

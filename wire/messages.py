@@ -120,8 +120,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a stream. `finish_reason`: stop, length or cancelled.
 
-    `timings_ms` has every stage in milliseconds of the process that measured it. `text` is what
-    a stop string held back until the end.
+    `timings_ms` has every stage in milliseconds of the process that measured it. Text that a stop
+    string held back comes before it, in the last step row.
     """
 
     finish_reason: str

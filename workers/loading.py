@@ -1,19 +1,19 @@
 """What a worker loads before it serves: weights, tokenizer, template, device and KV arena."""
 
+import hashlib
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from llmrt.models.chat_template import ChatTemplate
-from llmrt.models.tokenizer import Tokenizer
-
 from llmrt.engine.batch import LOCAL_ARENA, Device
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.host_memory import available_bytes
+from llmrt.models.chat_template import ChatTemplate
 from llmrt.models.loading import OpenedModel, open_model
 from llmrt.models.spec import ModelSpec
+from llmrt.models.tokenizer import Tokenizer
 from llmrt.wire.envelope import MAJOR
 from llmrt.wire.errors import ConfigError
 from llmrt.wire.kv import BLOCK_TOKENS, KvContract
@@ -150,7 +150,7 @@ def _contract(
 ) -> KvContract:
     attention = spec.attention
     return KvContract(
-        model_hash=model_hash,
+        model_hash=_digest(model_hash, spec),
         tokenizer_hash="" if tokenizer is None else tokenizer.tokenizer_hash,
         kv_dtype=settings.kv_cache_dtype,
         block_tokens=BLOCK_TOKENS,
@@ -158,8 +158,13 @@ def _contract(
         num_layers=spec.num_layers,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
-        rope=attention.rope.style,
+        rope=_digest(*(layer.attention.rope for layer in spec.layers))[:16],
         sharding="none",
         protocol=str(MAJOR),
         numerics_id=numerics_id,
     )
+
+
+def _digest(*facts: object) -> str:
+    """Hex SHA-256 of facts whose repr says all that matters, floats to their last bit."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -15,9 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from llmrt.engine.detokenizer import Detokenizer
-
 from llmrt.engine.batch import Drawn, SequenceId
+from llmrt.engine.detokenizer import Detokenizer
 from llmrt.engine.sequence import Sequence, num_blocks_for
 from llmrt.wire import messages as m
 from llmrt.wire.arrays import unpack_u32
@@ -382,11 +381,14 @@ class OwnedRequests:
         commit, now = arrival.commit, self._context.now
         if request.first_token_at is None:
             request.first_token_at = now
+            # What P says of itself is bounded by what was measured here: the stages must sum.
             remote_ms = (now - arrival.offered_at) * 1000
+            queue_ms = min(max(commit.queue_ms, 0.0), remote_ms)
+            prefill_ms = min(max(commit.prefill_ms, 0.0), remote_ms - queue_ms)
             request.prefill_stages_ms = {
-                "prefill_queue": commit.queue_ms,
-                "prefill": commit.prefill_ms,
-                "handover": max(0.0, remote_ms - commit.queue_ms - commit.prefill_ms),
+                "prefill_queue": queue_ms,
+                "prefill": prefill_ms,
+                "handover": remote_ms - queue_ms - prefill_ms,
             }
             arrival.sequence.num_cached = max(arrival.sequence.num_cached, commit.num_cached)
         request.stage = "decode"

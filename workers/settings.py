@@ -9,7 +9,7 @@ class WorkerSettings:
     """`role`: both, prefill or decode. Times in seconds.
 
     `link` is where other workers reach this one; None takes a socket in `runtime_dir`.
-    `kv_tokens` sizes the arena; None takes 16 times the context, at most a quarter of memory.
+    `kv_tokens` sizes the arena; None takes 4 times the context, at most a quarter of memory.
     `step_tokens` is the token budget of a step and so the prefill chunk. `transfer` is auto, shm
     (in place, same host) or tcp. `placement` is auto, or local to prefill never elsewhere, or
     remote to prefill elsewhere whenever a prefill worker is alive.

@@ -76,23 +76,27 @@ def test_no_step_is_scheduled_while_one_runs() -> None:
 
 def test_a_long_prompt_is_cut_on_the_chunk_grid() -> None:
     scheduler = make_scheduler()
-    scheduler.add(make_sequence(1, 300))
+    scheduler.add(make_sequence(1, 150))
     assert [spans(step(scheduler))[0] for _ in range(3)] == [
-        (1, 0, 128),
-        (1, 128, 256),
-        (1, 256, 300),
+        (1, 0, 64),
+        (1, 64, 128),
+        (1, 128, 150),
     ]
 
 
 def test_chunks_end_on_the_grid_whatever_else_is_in_the_step() -> None:
     """So a text does not depend on company, even where chunk boundaries change rounding."""
-    scheduler = make_scheduler()
+    scheduler = make_scheduler(step_tokens=64)
     scheduler.add(make_sequence(1, 20))
     step(scheduler)
-    scheduler.add(make_sequence(2, 300, first=500))
-    ends = [end for _ in range(6) for number, _, end in spans(step(scheduler)) if number == 2]
-    assert ends[-1] >= 300
-    assert all(end % 64 == 0 for end in ends if end < 300)
+    scheduler.add(make_sequence(2, 150, first=500))
+    steps = [spans(step(scheduler)) for _ in range(3)]
+    assert [span for spans_ in steps for span in spans_ if span[0] == 2] == [
+        (2, 0, 64),
+        (2, 64, 128),
+        (2, 128, 150),
+    ]
+    assert all(span[0] == 1 for span, _ in steps)
 
 
 def test_a_running_sequence_decodes_one_token_a_step() -> None:
@@ -103,7 +107,7 @@ def test_a_running_sequence_decodes_one_token_a_step() -> None:
     assert spans(step(scheduler)) == [(1, 6, 7)]
 
 
-def test_the_oldest_prompt_leaves_a_chunk_for_the_shortest() -> None:
+def test_a_short_prompt_passes_beside_a_long_one() -> None:
     """A long prompt must not keep short ones waiting until it is done."""
     scheduler = make_scheduler(num_blocks=512)
     scheduler.add(make_sequence(1, 1000))
@@ -220,13 +224,13 @@ def test_a_sequence_removed_in_its_step_keeps_its_blocks_until_the_step_returns(
 
 def test_blocks_of_another_arena_are_neither_allocated_nor_released() -> None:
     scheduler = make_scheduler()
-    sequence = make_sequence(1, 100)
-    sequence.arena, sequence.blocks = ArenaId("decode-0@1"), array("I", [9, 8, 7, 6])
+    sequence = make_sequence(1, 60)
+    sequence.arena, sequence.blocks = ArenaId("decode-0@1"), array("I", [9, 8])
     sequence.num_cached = 32
     scheduler.add(sequence)
     batch = scheduler.schedule()
     assert batch is not None
-    assert spans(batch) == [(1, 32, 100)]
+    assert spans(batch) == [(1, 32, 60)]
     assert batch.rows[0].arena == "decode-0@1"
     finish(scheduler, batch)
     scheduler.remove(sequence)

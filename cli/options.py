@@ -1,0 +1,146 @@
+"""Options that commands share, and those that are made from the fields of a settings class."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+import typer
+
+from llmrt.broker.settings import BrokerSettings
+from llmrt.cli.config import env_name, flag_name, load, section_of
+from llmrt.workers.settings import WorkerSettings
+
+C = TypeVar("C", bound=Callable[..., None])
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", help="TOML file with settings (default ./llmrt.toml if it exists)"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="write JSON to stdout")]
+BrokerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--broker",
+        help=f"endpoint of the broker [{BrokerSettings().bind}, LLMRT_BROKER_BIND]",
+        show_default=False,
+    ),
+]
+SAMPLING: dict[str, tuple[Any, str]] = {
+    "max_tokens": (int, "most tokens to generate (default: to the end of the context)"),
+    "temperature": (float, "0 takes the likeliest token [0]"),
+    "top_k": (int, "draw from the k likeliest tokens"),
+    "top_p": (float, "draw from the likeliest tokens of this joint probability"),
+    "min_p": (float, "draw from tokens at least this likely, relative to the likeliest"),
+    "repetition_penalty": (float, "above 1: tokens that occurred are less likely"),
+    "seed": (int, "the same seed draws the same tokens"),
+    "stop": (list[str], "end before this text; may be repeated"),
+    "deadline_s": (float, "give up after so many seconds"),
+}
+
+BROKER_HELP = {
+    "bind": "endpoint for clients",
+    "worker_bind": "endpoint for workers",
+    "prefill_policy": "who prefills",
+    "decode_policy": "who decodes",
+    "max_live": "most requests admitted at a time",
+    "default_deadline_s": "deadline of a request without one",
+    "max_deadline_s": "longest deadline that is granted",
+    "beat_s": "seconds between two beats",
+    "dead_after_beats": "beats of silence after which a worker is lost",
+    "resume_window_s": "how long a lost client may come back",
+    "max_attempts": "workers that a request may lose",
+    "validate": "assert all invariants after every event",
+    "log_level": "debug, info, warning or error",
+}
+WORKER_HELP = {
+    "model": "GGUF file, or folder with config.json and safetensors",
+    "role": "both (or colocated), prefill or decode",
+    "broker": "endpoint of the broker for workers",
+    "worker_id": "name, stable over restarts (default: role, host and pid)",
+    "link": "endpoint for other workers (default: a socket in the runtime folder)",
+    "runtime_dir": "folder for the sockets of workers on one host",
+    "device": "what runs the model",
+    "dtype": "numbers of the weights",
+    "kv_cache_dtype": "numbers of the KV cache",
+    "kv_tokens": "tokens that the KV cache holds (default: 4 contexts, at most a quarter of memory)",
+    "max_context": "longest context in tokens (default: the model's)",
+    "max_running": "most requests in one step",
+    "max_waiting": "most requests in the queue",
+    "step_tokens": "most tokens in one step",
+    "threads": "threads of a step (default: all cores)",
+    "transfer": "how KV blocks pass between workers: auto, shm or tcp",
+    "placement": "where prompts are computed: auto, local or remote",
+    "has_prefix_cache": "keep the KV cache of prompts for later ones",
+    "trust_remote_code": "accepted for compatibility: code from a model folder is never run",
+    "validate": "assert all invariants after every event",
+    "log_level": "debug, info, warning or error",
+}
+
+
+def with_settings(
+    kind: type[BrokerSettings] | type[WorkerSettings],
+    texts: Mapping[str, str],
+    without: tuple[str, ...] = (),
+) -> Callable[[C], C]:
+    """Give a command that takes `**flags` one option per field; one not given is None."""
+
+    def decorate(command: C) -> C:
+        signature = inspect.signature(command)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        taken = {p.name for p in own} | set(without)
+        types = get_type_hints(kind)
+        options = [
+            _option(section_of(kind), field, types[field.name], texts[field.name])
+            for field in fields(kind)
+            if field.name not in taken
+        ]
+        command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def with_sampling(command: C) -> C:
+    """Give a command that takes `**options` the options of one generation; not given is None."""
+    signature = inspect.signature(command)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind | None, typer.Option(help=text, show_default=False)],
+        )
+        for name, (kind, text) in SAMPLING.items()
+    ]
+    command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return command
+
+
+def endpoint(broker: str | None) -> str:
+    """Where clients reach the broker: what was asked for, or what a broker here would bind."""
+    return load(BrokerSettings, {"bind": broker}).bind
+
+
+def _option(section: str, field: "Field[Any]", annotation: Any, text: str) -> inspect.Parameter:
+    kind = annotation if isinstance(annotation, type) else get_args(annotation)[0]
+    flag = flag_name(field.name)
+    declaration = f"{flag}/--no-{flag[2:]}" if field.default is True else flag
+    default = "" if field.default in (MISSING, None) else f"{_shown(field.default)}, "
+    if field.default is MISSING:
+        default = "required, "
+    option = typer.Option(
+        declaration, help=f"{text} [{default}{env_name(section, field.name)}]", show_default=False
+    )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

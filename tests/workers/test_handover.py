@@ -1,0 +1,405 @@
+"""The hand-over between two machines: grants, leases, and everything that interrupts them."""
+
+from array import array
+from typing import Any
+
+import pytest
+
+from llmrt.wire import messages as m
+from llmrt.wire.arrays import unpack_u32
+from llmrt.wire.ids import Attempt
+from llmrt.workers import effects as do
+from llmrt.workers import events as ev
+from llmrt.workers.placement import PlacementCosts, choose_prefill
+
+TEN = list(range(10, 20))
+
+
+@pytest.fixture
+def pair(make_worker: Any, link: Any) -> tuple[Any, Any]:
+    """A decode and a prefill worker that share the decode worker's arena."""
+    owner, prefill = make_worker("decode"), make_worker("prefill")
+    link(owner, prefill)
+    return owner, prefill
+
+
+@pytest.fixture
+def tcp_pair(make_worker: Any, link: Any) -> tuple[Any, Any]:
+    owner, prefill = make_worker("decode", transfer="tcp"), make_worker("prefill", transfer="tcp")
+    link(owner, prefill)
+    return owner, prefill
+
+
+def pass_on(source: Any, target: Any, kind: str) -> list[Any]:
+    """Carry what `source` sent of this kind to `target`, once."""
+    found = source.sent(kind)
+    for sent in found:
+        assert sent.target == target.name
+        target.relay(sent, source.name)
+    source.effects = [
+        e for e in source.effects if not (isinstance(e, do.SendPeer) and is_kind(e, kind))
+    ]
+    return list(found)
+
+
+def is_kind(effect: do.SendPeer, kind: str) -> bool:
+    from llmrt.wire.envelope import decode_header
+
+    return decode_header(effect.frames[0]).kind == kind
+
+
+def test_p_writes_into_ds_blocks_and_d_emits_every_token(pair: Any) -> None:
+    owner, prefill = pair
+    owner.dispatch(TEN, prefill=prefill.name, max_tokens=2)
+    assert owner.scheduler.step is None
+    assert owner.ledger.num_granted == 1
+    (offer,) = pass_on(owner, prefill, m.OFFER)
+    (row,) = prefill.batch().rows
+    assert row.arena == "decode-0@7"
+    assert row.blocks == unpack_u32(offer.raw[1])
+    assert prefill.ledger.num_free == prefill.ledger.num_blocks
+    prefill.step(50)
+    assert prefill.rows() == []
+    owner.now = prefill.now + 0.001
+    pass_on(prefill, owner, m.COMMIT)
+    assert owner.tokens() == [50]
+    pass_on(owner, prefill, m.COMMITTED)
+    owner.step(51)
+    (end,) = owner.sent(m.FINISHED)
+    assert owner.tokens() == [50, 51]
+    assert (end.body.prefill_worker, end.body.decode_worker) == ("prefill-0", "decode-0")
+    stages = dict(end.body.timings_ms)
+    total = stages.pop("total")
+    assert {"prefill_queue", "prefill", "handover"} <= set(stages)
+    assert sum(stages.values()) == pytest.approx(total)
+    assert stages["prefill"] == pytest.approx(10.0)
+    assert stages["handover"] == pytest.approx(1.0)
+    owner.assert_all_free()
+    assert prefill.core._holding() == ()
+
+
+def test_ds_cached_prefix_is_offered_and_not_computed_again(pair: Any, tokens_of: Any) -> None:
+    owner, prefill = pair
+    for number in (1, 2):
+        owner.dispatch(tokens_of(100), number=number, prefill=prefill.name, max_tokens=1)
+        (offer,) = pass_on(owner, prefill, m.OFFER)
+        (row,) = prefill.batch().rows
+        assert (offer.body.num_cached, row.start) == ((0, 0) if number == 1 else (96, 96))
+        prefill.step(50)
+        pass_on(prefill, owner, m.COMMIT)
+        pass_on(owner, prefill, m.COMMITTED)
+    assert owner.sent(m.FINISHED)[1].body.usage.cached_tokens == 96
+
+
+def test_one_token_leaves_no_block_granted(pair: Any) -> None:
+    owner, prefill = pair
+    owner.dispatch(TEN, prefill=prefill.name, max_tokens=1)
+    pass_on(owner, prefill, m.OFFER)
+    prefill.step(50)
+    pass_on(prefill, owner, m.COMMIT)
+    assert owner.tokens() == [50]
+    assert len(owner.sent(m.FINISHED)) == 1
+    owner.assert_all_free()
+
+
+def test_without_a_living_prefill_worker_d_prefills_itself(make_worker: Any) -> None:
+    owner = make_worker("decode")
+    owner.dispatch(TEN, max_tokens=1)
+    owner.step(50)
+    assert owner.sent(m.FINISHED)[0].body.prefill_worker == "decode-0"
+
+
+def test_an_offer_is_repeated_until_it_is_answered_and_taken_once(pair: Any) -> None:
+    owner, prefill = pair
+    owner.dispatch(TEN, prefill=prefill.name)
+    owner.tick()
+    assert len(pass_on(owner, prefill, m.OFFER)) == 2
+    assert len([e for e in prefill.effects if isinstance(e, do.RunStep)]) == 1
+
+
+def test_a_commit_is_repeated_until_it_is_answered_and_counts_once(pair: Any) -> None:
+    owner, prefill = pair
+    owner.dispatch(TEN, prefill=prefill.name)
+    pass_on(owner, prefill, m.OFFER)
+    prefill.step(50)
+    prefill.tick()
+    assert len(pass_on(prefill, owner, m.COMMIT)) == 2
+    assert owner.tokens() == [50]
+    assert len(pass_on(owner, prefill, m.COMMITTED)) == 2
+    prefill.clear()
+    prefill.tick()
+    assert prefill.sent(m.COMMIT) == []
+
+
+def test_a_cancel_in_prefill_frees_the_grant_only_when_p_has_stopped(pair: Any) -> None:
+    owner, prefill = pair
+    request_id = owner.dispatch(TEN, prefill=prefill.name)
+    pass_on(owner, prefill, m.OFFER)
+    owner.from_broker(m.CANCEL, request_id=request_id, attempt=Attempt(1, 1))
+    pass_on(owner, prefill, m.WITHDRAW)
+    assert prefill.sent(m.STOPPED) == []
+    assert owner.ledger.num_granted == 1
+    prefill.step(50)
+    assert prefill.sent(m.COMMIT) == []
+    pass_on(prefill, owner, m.STOPPED)
+    owner.assert_all_free()
+    assert owner.ledger.num_granted == 0
+
+
+def test_a_cancel_before_p_starts_is_answered_at_once(pair: Any) -> None:
+    owner, prefill = pair
+    owner.dispatch(TEN, number=1, prefill=prefill.name)
+    pass_on(owner, prefill, m.OFFER)
+    request_id = owner.dispatch(TEN, number=2, prefill=prefill.name)
+    pass_on(owner, prefill, m.OFFER)
+    owner.from_broker(m.CANCEL, request_id=request_id, attempt=Attempt(1, 1))
+    pass_on(owner, prefill, m.WITHDRAW)
+    pass_on(prefill, owner, m.STOPPED)
+    assert owner.ledger.num_granted == 1
+
+
+def test_a_withdrawal_that_overtakes_its_offer_meets_it(pair: Any) -> None:
+    owner, prefill = pair
+    request_id = owner.dispatch(TEN, prefill=prefill.name)
+    owner.from_broker(m.CANCEL, request_id=request_id, attempt=Attempt(1, 1))
+    pass_on(owner, prefill, m.WITHDRAW)
+    pass_on(owner, prefill, m.OFFER)
+    assert prefill.scheduler.step is None
+    assert len(pass_on(prefill, owner, m.STOPPED)) == 2
+    owner.assert_all_free()
+
+
+def test_a_commit_that_crosses_a_withdrawal_frees_the_grant(pair: Any) -> None:
+    owner, prefill = pair
+    request_id = owner.dispatch(TEN, prefill=prefill.name)
+    pass_on(owner, prefill, m.OFFER)
+    prefill.step(50)
+    owner.from_broker(m.CANCEL, request_id=request_id, attempt=Attempt(1, 1))
+    pass_on(prefill, owner, m.COMMIT)
+    pass_on(owner, prefill, m.WITHDRAW)
+    pass_on(owner, prefill, m.COMMITTED)
+    assert owner.rows() == []
+    owner.assert_all_free()
+    assert prefill.core._holding() == ()
+
+
+def test_a_silent_writers_blocks_are_quarantined_and_d_prefills_itself(pair: Any) -> None:
+    """P may be stopped and not dead: it could still write."""
+    owner, prefill = pair
+    owner.dispatch(TEN, prefill=prefill.name, max_tokens=1)
+    pass_on(owner, prefill, m.OFFER)
+    owner.from_broker(m.PEERS, m.Peers(peers=()))
+    assert owner.ledger.num_quarantined == 1
+    owner.step(50)
+    assert owner.tokens() == [50]
+    assert owner.ledger.num_quarantined == 1
+    prefill.step(50)  # it wakes up, and finishes what it was doing
+    pass_on(prefill, owner, m.COMMIT)
+    owner.assert_all_free()
+
+
+def test_the_confirmed_death_of_a_writer_frees_its_blocks_at_once(pair: Any) -> None:
+    owner, prefill = pair
+    owner.dispatch(TEN, prefill=prefill.name)
+    owner.handle(ev.MapperDied(prefill.name))
+    assert owner.ledger.num_granted == 0
+    assert owner.scheduler.step is not None
+    assert do.ForgetPeer(prefill.name) in owner.effects
+
+
+def test_the_death_of_an_owner_ends_its_offers_and_unmaps_its_arena(pair: Any) -> None:
+    owner, prefill = pair
+    owner.dispatch(TEN, prefill=prefill.name)
+    pass_on(owner, prefill, m.OFFER)
+    prefill.handle(ev.ArenaLost(owner.name))
+    assert do.DetachArena(owner.name) in prefill.effects
+    prefill.step(50)
+    assert prefill.sent(m.COMMIT) == []
+    assert prefill.scheduler.step is None
+
+
+def test_an_offer_of_another_generation_is_refused(pair: Any) -> None:
+    """The arena that it names is not the one that is mapped."""
+    owner, prefill = pair
+    owner.dispatch(TEN, prefill=prefill.name)
+    (sent,) = owner.sent(m.OFFER)
+    stale = m.Offer(
+        **{f: getattr(sent.body, f) for f in m.Offer.__struct_fields__} | {"arena_generation": 2}
+    )
+    prefill.from_peer(owner.name, m.OFFER, stale, *sent.raw, request_id=sent.header.request_id)
+    assert prefill.scheduler.step is None
+    (stopped,) = prefill.sent(m.STOPPED)
+    assert "not mapped" in stopped.body.reason
+
+
+def test_a_refused_offer_is_prefilled_by_the_owner(pair: Any) -> None:
+    owner, prefill = pair
+    owner.dispatch(TEN, prefill=prefill.name, max_tokens=1)
+    (sent,) = owner.sent(m.OFFER)
+    stopped = m.Stopped(grant_id=sent.body.grant_id, reason="no")
+    owner.from_peer(prefill.name, m.STOPPED, stopped)
+    owner.step(50)
+    assert owner.sent(m.FINISHED)[0].body.prefill_worker == "decode-0"
+    owner.assert_all_free()
+
+
+def test_a_failed_step_on_p_moves_the_prompt_to_the_owner(pair: Any) -> None:
+    owner, prefill = pair
+    owner.dispatch(TEN, prefill=prefill.name, max_tokens=1)
+    pass_on(owner, prefill, m.OFFER)
+    failure = m.Failure(code="internal_error", message="boom")
+    prefill.handle(ev.StepDone(None, prefill.now, failure))
+    pass_on(prefill, owner, m.STOPPED)
+    owner.step(50)
+    assert owner.tokens() == [50]
+
+
+def test_a_stranger_cannot_commit_anothers_grant(pair: Any) -> None:
+    owner, prefill = pair
+    owner.dispatch(TEN, prefill=prefill.name)
+    (sent,) = owner.sent(m.OFFER)
+    commit = m.Commit(
+        grant_id=sent.body.grant_id,
+        token_id=66,
+        num_computed=10,
+        num_cached=0,
+        queue_ms=0,
+        prefill_ms=0,
+    )
+    stranger = prefill.name._replace(epoch=99)
+    owner.from_peer(stranger, m.COMMIT, commit)
+    assert owner.rows() == []
+    assert owner.ledger.num_granted == 1
+
+
+def test_peers_with_another_contract_are_never_linked(make_worker: Any, link: Any) -> None:
+    owner, prefill = make_worker("decode"), make_worker("prefill")
+    contract = prefill.settings.contract
+    fields = {f: getattr(contract, f) for f in type(contract).__struct_fields__}
+    other = type(contract)(**fields | {"model_hash": "other"})
+    prefill = make_worker("prefill", contract=other)
+    link(owner, prefill)
+    owner.dispatch(TEN, prefill=prefill.name)
+    assert owner.sent(m.OFFER) == []
+    assert owner.scheduler.step is not None
+
+
+def test_d_reads_blocks_under_a_lease_while_p_goes_on(tcp_pair: Any, tokens_of: Any) -> None:
+    owner, prefill = tcp_pair
+    owner.dispatch(tokens_of(200), prefill=prefill.name, max_tokens=2)
+    (offer,) = pass_on(owner, prefill, m.OFFER)
+    assert offer.body.mode == "lease"
+    prefill.step()
+    pass_on(prefill, owner, m.CHUNK)
+    (read,) = [e for e in owner.effects if isinstance(e, do.ReadBlocks)]
+    assert len(read.source) == len(read.target) == 4
+    prefill.step(50)
+    pass_on(prefill, owner, m.CHUNK)
+    pass_on(prefill, owner, m.COMMIT)
+    assert owner.rows() == []
+    for effect in [e for e in owner.effects if isinstance(e, do.ReadBlocks)]:
+        owner.handle(ev.BlocksRead(effect.read_id))
+    (_,) = pass_on(owner, prefill, m.LEASE_CONFIRM)
+    assert owner.rows() == []
+    pass_on(prefill, owner, m.LEASE_CONFIRMED)
+    assert owner.tokens() == [50]
+    pass_on(owner, prefill, m.LEASE_RELEASE)
+    prefill.assert_all_free()
+    assert prefill.ledger.counts().num_leases == 0
+    owner.step(51)
+    owner.assert_all_free()
+
+
+def test_nothing_is_decoded_from_blocks_whose_lease_had_ended(tcp_pair: Any) -> None:
+    owner, prefill = tcp_pair
+    owner.dispatch(TEN, prefill=prefill.name, max_tokens=1)
+    pass_on(owner, prefill, m.OFFER)
+    prefill.step(50)
+    pass_on(prefill, owner, m.CHUNK)
+    pass_on(prefill, owner, m.COMMIT)
+    prefill.tick(31.0)
+    assert prefill.ledger.counts().num_leases == 0
+    (read,) = [e for e in owner.effects if isinstance(e, do.ReadBlocks)]
+    owner.handle(ev.BlocksRead(read.read_id))
+    pass_on(owner, prefill, m.LEASE_CONFIRM)
+    pass_on(prefill, owner, m.LEASE_CONFIRMED)
+    assert owner.tokens() == []
+    owner.step(51)
+    assert owner.tokens() == [51]
+    owner.assert_all_free()
+
+
+def test_a_failed_read_is_prefilled_by_the_owner_after_other_reads_have_returned(
+    tcp_pair: Any, tokens_of: Any
+) -> None:
+    """A read that goes on would write into blocks that have a new user."""
+    owner, prefill = tcp_pair
+    owner.dispatch(tokens_of(200), prefill=prefill.name, max_tokens=1)
+    pass_on(owner, prefill, m.OFFER)
+    prefill.step()
+    prefill.step(50)
+    pass_on(prefill, owner, m.CHUNK)
+    first, second = [e for e in owner.effects if isinstance(e, do.ReadBlocks)]
+    failure = m.Failure(code="transfer_failed", message="cut")
+    owner.handle(ev.BlocksRead(first.read_id, failure))
+    assert owner.ledger.num_granted == 7
+    owner.handle(ev.BlocksRead(second.read_id))
+    assert owner.ledger.num_granted == 0
+    pass_on(owner, prefill, m.WITHDRAW)
+    prefill.assert_all_free()
+
+
+def test_leases_are_renewed_while_they_are_read(tcp_pair: Any) -> None:
+    owner, prefill = tcp_pair
+    owner.dispatch(TEN, prefill=prefill.name)
+    pass_on(owner, prefill, m.OFFER)
+    prefill.step(50)
+    pass_on(prefill, owner, m.CHUNK)
+    for _ in range(40):
+        owner.tick()
+        prefill.now = owner.now
+        pass_on(owner, prefill, m.LEASE_RENEW)
+        prefill.handle(ev.Tick())
+    assert prefill.ledger.counts().num_leases == 1
+
+
+def test_a_lease_of_a_silent_reader_ends_by_itself(tcp_pair: Any) -> None:
+    owner, prefill = tcp_pair
+    owner.dispatch(TEN, prefill=prefill.name)
+    pass_on(owner, prefill, m.OFFER)
+    prefill.step(50)
+    for _ in range(32):
+        prefill.tick()
+    prefill.assert_all_free()
+    assert prefill.core.counters["leases_expired"] == 1
+
+
+def test_a_chunk_beyond_the_grant_is_not_read(tcp_pair: Any) -> None:
+    owner, prefill = tcp_pair
+    owner.dispatch(TEN, prefill=prefill.name)
+    (sent,) = owner.sent(m.OFFER)
+    chunk = m.Chunk(
+        grant_id=sent.body.grant_id, lease_id=1, arena_generation=3, first_block=0, is_last=True
+    )
+    owner.from_peer(prefill.name, m.CHUNK, chunk, array("I", range(9)).tobytes())
+    assert [e for e in owner.effects if isinstance(e, do.ReadBlocks)] == []
+
+
+def test_grants_leave_room_for_the_growth_of_what_runs(
+    make_worker: Any, link: Any, tokens_of: Any
+) -> None:
+    owner, prefill = make_worker("decode", num_blocks=6), make_worker("prefill")
+    link(owner, prefill)
+    owner.dispatch(tokens_of(60), number=1, max_tokens=100)
+    owner.step(50)
+    owner.dispatch(tokens_of(60)[::-1], number=2, prefill=prefill.name, max_tokens=10)
+    assert owner.sent(m.OFFER) == []
+
+
+def test_placement_offers_whenever_the_named_worker_can_take_it() -> None:
+    name = ("p", 1)
+    costs = PlacementCosts(100, name, "grant")  # type: ignore[arg-type] # any name does
+    assert choose_prefill("auto", costs) == name
+    assert choose_prefill("local", costs) is None
+    unlinked = PlacementCosts(100, name, None)  # type: ignore[arg-type]
+    assert choose_prefill("auto", unlinked) is None
