@@ -15,7 +15,7 @@ from llmrt.models.gguf import is_gguf
 from llmrt.models.gguf_parts import open_gguf
 from llmrt.models.gguf_spec import read_gguf_spec
 from llmrt.models.hf_spec import read_hf_spec
-from llmrt.models.json_files import MAX_JSON_BYTES, read_json
+from llmrt.models.json_files import read_json
 from llmrt.models.safetensors_files import open_safetensors
 from llmrt.models.spec import ModelSpec
 from llmrt.models.tensor_table import TensorTable
@@ -32,10 +32,8 @@ class OpenedModel:
     """A `WeightFile`, with what a worker tells about it.
 
     `format` is gguf or safetensors. `name` is what users call the model, in letters, digits and
-    `._-`. `notes` are facts to log once. `metadata` of GGUF holds its key-value pairs; of
-    safetensors it holds `config`, `tokenizer_config` and `generation_config` (objects, empty if
-    absent), `tokenizer_path` (a `Path` to tokenizer.json, or None) and `chat_template` (text or
-    None).
+    `._-`. `notes` are facts to log once. `metadata` holds the key-value pairs of GGUF, or
+    `config.json`.
     """
 
     path: Path
@@ -129,17 +127,8 @@ def _open_gguf(path: Path) -> OpenedModel:
 def _open_safetensors(folder: Path) -> OpenedModel:
     config = read_json(folder / "config.json")
     table = open_safetensors(folder)
-    tokenizer_path = folder / "tokenizer.json"
-    tokenizer_config = _read_optional(folder / "tokenizer_config.json")
-    metadata = {
-        "config": config,
-        "tokenizer_path": tokenizer_path if tokenizer_path.is_file() else None,
-        "tokenizer_config": tokenizer_config,
-        "generation_config": _read_optional(folder / "generation_config.json"),
-        "chat_template": _chat_template(folder, tokenizer_config),
-    }
     reading = read_hf_spec(config, table)
-    return _opened(folder, "safetensors", _folder_name(folder), metadata, table, reading)
+    return _opened(folder, "safetensors", _folder_name(folder), config, table, reading)
 
 
 def _opened(
@@ -170,27 +159,3 @@ def _folder_name(folder: Path) -> str:
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.rpartition("--")[2]
     return folder.name
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
-def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """From its own file, or from the tokenizer's config, where it may be a list of named ones."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            with path.open("rb") as file:
-                return file.read(MAX_JSON_BYTES).decode()
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{path} is not UTF-8: {error}") from None
-    template = tokenizer_config.get("chat_template")
-    if template is None:
-        template = _read_optional(folder / "chat_template.json").get("chat_template")
-    if isinstance(template, list):
-        named = {
-            item.get("name"): item.get("template") for item in template if isinstance(item, dict)
-        }
-        template = named.get("default")
-    return template if isinstance(template, str) else None

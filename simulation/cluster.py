@@ -136,7 +136,7 @@ class Cluster:
         client.submit(request_id, outcome, (encode_body(body), pack_u32(prompt)))
         return request_id
 
-    def submit_random(self, *, longest: int = 300, deadline_s: float = 60.0) -> None:
+    def submit_random(self, *, longest: int = 250, deadline_s: float = 60.0) -> None:
         """One request of a random client: lengths vary, and prompts share prefixes."""
         rng = self.world.rng
         client = rng.choice(list(self.clients.values()))

@@ -326,6 +326,7 @@ class OwnedRequests:
             stop=params.stop,
             min_tokens=params.min_tokens,
             previous_token_ids=request.forced,
+            continues=True,
         )
         request.stage = "waiting"
         self._by_sequence[sequence.sequence_id] = request

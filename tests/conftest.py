@@ -1,0 +1,73 @@
+"""What all tests share: the model file, and a check that integration tests leave nothing behind."""
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[1]
+_GONE_S = 10.0
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct as GGUF: `LLMRT_TEST_MODEL`, else fetched once."""
+    given = os.environ.get("LLMRT_TEST_MODEL")
+    if given:
+        return Path(given)
+    fetch = [sys.executable, str(ROOT / "scripts/fetch_model")]
+    done = subprocess.run(fetch, stdout=subprocess.PIPE, text=True, check=True)
+    return Path(done.stdout.strip())
+
+
+@pytest.fixture(autouse=True)
+def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
+    """An integration test leaves no process, shared memory, socket file or descriptor behind."""
+    if request.node.get_closest_marker("integration") is None:
+        yield
+        return
+    before = _Belongings()
+    yield
+    _gone, alive = psutil.wait_procs(before.new_children(), timeout=_GONE_S)
+    assert not alive, f"left running: {alive}"
+    gc.collect()
+    now = _Belongings()
+    assert not now.files - before.files
+    # The first use of a loop, a context or a thread pool may keep a few for the whole process.
+    assert now.num_fds - before.num_fds < 8
+
+
+class _Belongings:
+    """What this process and its children hold on to outside of its memory."""
+
+    def __init__(self) -> None:
+        self._children = set(psutil.Process().children(recursive=True))
+        self.files = set(_abandoned_files())
+        self.num_fds = len(os.listdir("/proc/self/fd"))
+
+    def new_children(self) -> list[psutil.Process]:
+        return [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if child not in self._children
+        ]
+
+
+def _abandoned_files() -> Iterator[Path]:
+    """Our shared memory, and what dead workers left in the folder where workers meet.
+
+    Other runs on this machine share that folder, so files of living processes do not count. A
+    test that kills a worker gives it a folder of its own.
+    """
+    yield from Path("/dev/shm").glob("llmrt*")
+    shared = Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp"))
+    for folder in (shared / "llmrt", Path(f"/tmp/llmrt-{os.getuid()}")):
+        for path in folder.glob("*.*.*"):
+            pid = path.name.split(".")[-2]
+            if pid.isdigit() and not psutil.pid_exists(int(pid)):
+                yield path
