@@ -1,5 +1,6 @@
 """The machine protocol: whatever decides is a pure state machine, whatever acts is a shell."""
 
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 Event_contra = TypeVar("Event_contra", contravariant=True)
@@ -13,7 +14,7 @@ class Machine(Protocol[Event_contra, Effect_co]):
     a socket, draws a random number or touches a tensor.
     """
 
-    def handle(self, event: Event_contra, now: float) -> "list[Effect_co]":
+    def handle(self, event: Event_contra, now: float) -> Sequence[Effect_co]:
         """Take one event. Late, repeated and unknown events are cases, not exceptions."""
         ...
 

@@ -64,7 +64,7 @@ WORKER_HELP = {
     "device": "what runs the model",
     "dtype": "numbers of the weights",
     "kv_cache_dtype": "numbers of the KV cache",
-    "kv_tokens": "tokens that the KV cache holds (default: 4 contexts, at most a quarter of memory)",
+    "kv_tokens": "tokens that the KV cache holds (default: 4 contexts, or a quarter of memory)",
     "max_context": "longest context in tokens (default: the model's)",
     "max_running": "most requests in one step",
     "max_waiting": "most requests in the queue",

@@ -155,6 +155,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_blocks: int
     tokens_per_s: float
     heartbeat_age_s: float
+    kv_bytes_read: int
     links: dict[str, str]
 
 
@@ -204,7 +205,10 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What routing looks at, and `ps` shows; counters grow since the start of the worker."""
+    """What routing looks at, and `ps` shows; counters grow since the start of the worker.
+
+    `kv_bytes_read` were copied out of other workers' arenas; a hand-over in place copies none.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -216,6 +220,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    kv_bytes_read: int = 0
     links: dict[str, str] = {}
 
 

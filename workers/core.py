@@ -44,6 +44,7 @@ class WorkerCore:
         self._state = "starting"
         self._next_beat = 0.0
         self._broker_epoch = 0
+        self._block_bytes = settings.contract.block_bytes
         self._from_broker = self._broker_handlers()
         self._from_peer = self._peer_handlers()
 
@@ -305,5 +306,6 @@ class WorkerCore:
             num_steps=scheduler.num_steps,
             num_prefill_tokens=scheduler.num_prefill_tokens,
             num_decode_tokens=scheduler.num_decode_tokens,
+            kv_bytes_read=self._owned.grants.num_blocks_read * self._block_bytes,
             links=self._links.transports(),
         )

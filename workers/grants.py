@@ -86,6 +86,7 @@ class OutgoingGrants:
         self._open: dict[GrantId, OpenGrant] = {}
         self._read_to_grant: dict[int, GrantId] = {}
         self._last_read_id = 0
+        self.num_blocks_read = 0
 
     # -- making offers -----------------------------------------------------------------------
 
@@ -361,6 +362,7 @@ class OutgoingGrants:
 
     def _read(self, opened: OpenGrant, source: "array[int]", target: "array[int]") -> None:
         self._last_read_id += 1
+        self.num_blocks_read += len(source)
         opened.reads.add(self._last_read_id)
         self._read_to_grant[self._last_read_id] = opened.grant_id
         self._context.do(
