@@ -1,0 +1,191 @@
+"""Executes steps with torch: the reference device, and the path where no compiled step runs.
+
+A batch of any prefill chunks and decodes is one forward over its tokens laid end to end: the
+products with weights see all of them at once, attention goes row by row or decodes together.
+"""
+
+from array import array
+from collections.abc import Callable
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from llmrt.engine.batch import (
+    ArenaId,
+    Batch,
+    Drawn,
+    Row,
+    SampleSpec,
+    SequenceId,
+    StepResult,
+)
+from llmrt.engine.sampler import draw
+from llmrt.engine.torch_decoder import TorchDecoder
+from llmrt.engine.torch_step import Pages, TorchStep
+from llmrt.kernels.torch_linear import compute_dtype, multiplies_bf16
+from llmrt.kernels.torch_ops import arena_pages
+from llmrt.models.tensors import WeightFile
+from llmrt.wire.errors import ConfigError
+from llmrt.wire.kv import BLOCK_TOKENS
+from llmrt.wire.sampling import SamplingParams
+
+_KV_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+_DTYPES = ("auto", "bf16", "f32")
+_WARM_UP_ARENA = ArenaId("warm-up")
+
+
+class TorchDevice:
+    """A model on the CPU's torch, with the arenas that its steps read and write.
+
+    `numerics_id` names what decides the last bits of a logit: torch's version, how weights are
+    multiplied, the KV format and the instruction set.
+    """
+
+    def __init__(
+        self,
+        weights: WeightFile,
+        *,
+        dtype: str = "auto",
+        kv_dtype: str = "bf16",
+        max_context: int | None = None,
+        threads: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Converts the weights, which takes seconds; `weights` is not used afterwards.
+
+        `dtype` auto multiplies 4-bit weights as they are and others in bf16; bf16 stands for
+        float32 products on a CPU without bf16 instructions. `max_context` None is the model's.
+        `threads` None leaves torch's number. `progress` gets bytes of the file, done and in all.
+        Raises `ConfigError` for values that cannot be used.
+        """
+        spec = weights.spec
+        if dtype not in _DTYPES:
+            raise ConfigError(f"dtype is {dtype!r}: one of {', '.join(_DTYPES)} is needed")
+        if kv_dtype not in _KV_DTYPES:
+            raise ConfigError(f"kv_dtype is {kv_dtype!r}: one of {', '.join(_KV_DTYPES)} is needed")
+        self.max_context = spec.max_context if max_context is None else max_context
+        if not 0 < self.max_context <= spec.max_context:
+            raise ConfigError(
+                f"max_context is {max_context}: from 1 to the model's {spec.max_context} is needed"
+            )
+        if threads is not None:
+            torch.set_num_threads(threads)
+        attention = spec.attention
+        self._vocab_size = spec.vocab_size
+        self._kv_dtype = _KV_DTYPES[kv_dtype]
+        self._prefill_dtype = compute_dtype(dtype)
+        self._page_shape = {
+            "num_layers": spec.num_layers,
+            "num_kv_heads": attention.num_kv_heads,
+            "head_dim": attention.head_dim,
+            "block_tokens": BLOCK_TOKENS,
+        }
+        self.kv_block_bytes = (
+            2
+            * spec.num_layers
+            * attention.num_kv_heads
+            * attention.head_dim
+            * BLOCK_TOKENS
+            * self._kv_dtype.itemsize
+        )
+        self._layers = [layer.attention for layer in spec.layers]
+        self._arenas: dict[ArenaId, Pages] = {}
+        with torch.inference_mode():
+            self._decoder = TorchDecoder(weights, dtype, progress)
+        self.numerics_id = _numerics_id(dtype, kv_dtype, has_int4=self._decoder.has_int4)
+
+    def add_arena(self, arena: ArenaId, buffer: memoryview) -> None:
+        """Use `buffer`, which must be writable, in place until `remove_arena`.
+
+        Raises `ValueError` if the arena exists or the buffer is not a whole number of blocks.
+        """
+        if arena in self._arenas:
+            raise ValueError(f"arena {arena!r} was added before: remove it first")
+        if buffer.readonly or not buffer.nbytes or buffer.nbytes % self.kv_block_bytes:
+            raise ValueError(
+                f"arena {arena!r} has {buffer.nbytes} bytes{' read-only' * buffer.readonly}: "
+                f"a writable multiple of {self.kv_block_bytes} is needed"
+            )
+        flat = torch.frombuffer(buffer, dtype=self._kv_dtype)
+        self._arenas[arena] = arena_pages(flat, **self._page_shape)
+
+    def remove_arena(self, arena: ArenaId) -> None:
+        """Forget an arena and let go of its buffer. Raises `ValueError` if there is none."""
+        if self._arenas.pop(arena, None) is None:
+            raise ValueError(f"there is no arena {arena!r}")
+
+    def run(self, batch: Batch) -> StepResult:
+        """Execute one step. Raises `ValueError`, with nothing written, if a row is out of bounds.
+
+        A row whose logits are not finite has an `error` in its `Drawn`.
+        """
+        started = perf_counter()
+        logits = self.forward(batch)
+        sampled = [row for row in batch.rows if row.sample is not None]
+        draws = draw(logits, [row.sample for row in sampled if row.sample is not None])
+        drawn = tuple(
+            Drawn(row.sequence_id, *result)
+            if isinstance(result, tuple)
+            else Drawn(row.sequence_id, -1, error=result)
+            for row, result in zip(sampled, draws, strict=True)
+        )
+        return StepResult(batch.step_id, drawn, perf_counter() - started)
+
+    def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Logits [rows with `sample`, vocab] of a step, whose KV is written. Raises as `run`."""
+        for row in batch.rows:
+            self._check(row)
+        if not batch.rows:
+            return np.empty((0, self._vocab_size), np.float32)
+        with torch.inference_mode():
+            step = TorchStep(batch.rows, self._arenas, self._layers, self._prefill_dtype)
+            hidden = self._decoder.hidden(step.token_ids, step.positions, step.attend)
+            if not len(step.sampled):
+                return np.empty((0, self._vocab_size), np.float32)
+            return self._decoder.logits(hidden[step.sampled]).numpy()
+
+    def warm_up(self) -> None:
+        """Run tiny steps of both kinds, so that the first request finds everything set up."""
+        num_tokens = min(BLOCK_TOKENS, self.max_context)
+        self.add_arena(_WARM_UP_ARENA, memoryview(bytearray(self.kv_block_bytes)))
+        prompt = array("I", [0]) * num_tokens
+        sample = SampleSpec(SamplingParams(), 0, num_tokens, prompt, num_tokens)
+        for start in (0, num_tokens - 1):
+            row = Row(SequenceId(0), _WARM_UP_ARENA, prompt[start:], start, array("I", [0]), sample)
+            self.run(Batch(0, (row,)))
+        self.remove_arena(_WARM_UP_ARENA)
+
+    def _check(self, row: Row) -> None:
+        pages = self._arenas.get(row.arena)
+        name = f"sequence {row.sequence_id}"
+        if pages is None:
+            raise ValueError(f"{name} is in arena {row.arena!r}: only {list(self._arenas)} exist")
+        end = row.start + len(row.token_ids)
+        if not 0 <= row.start < end <= self.max_context:
+            raise ValueError(
+                f"{name} computes positions {row.start} to {end}: at least one token, below the "
+                f"context of {self.max_context}, is needed"
+            )
+        if len(row.blocks) * BLOCK_TOKENS < end:
+            raise ValueError(f"{name} ends at token {end}, past its {len(row.blocks)} blocks")
+        num_blocks = pages[0].heads.shape[0]
+        if not 0 <= min(row.blocks) <= max(row.blocks) < num_blocks:
+            bad = next(block for block in row.blocks if not 0 <= block < num_blocks)
+            raise ValueError(
+                f"{name} names block {bad} of arena {row.arena!r}, which has {num_blocks}"
+            )
+        if not 0 <= min(row.token_ids) <= max(row.token_ids) < self._vocab_size:
+            bad = next(token for token in row.token_ids if not 0 <= token < self._vocab_size)
+            raise ValueError(f"{name} has token {bad}: the vocabulary has {self._vocab_size}")
+
+
+def _numerics_id(dtype: str, kv_dtype: str, *, has_int4: bool) -> str:
+    version = torch.__version__.partition("+")[0]
+    products = "f32" if dtype == "f32" else "bf16"
+    isa = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
+    return (
+        f"torch-{version}-{products}{'-int4' * has_int4}"
+        f"/kv-{kv_dtype}/cpu-{isa}{'-bf16' * multiplies_bf16()}"
+    )
