@@ -1,0 +1,78 @@
+"""What `ps` shows."""
+
+from itertools import islice
+
+from llmrt.broker.registry import Worker
+from llmrt.broker.requests import Request
+from llmrt.broker.state import State
+from llmrt.wire.envelope import encode_body
+from llmrt.wire.messages import PsReply, RequestRow, WorkerRow
+
+# A row is some 200 bytes, and a body at most 1 MiB; the counters say how many there are.
+MAX_WORKER_ROWS = 1000
+MAX_REQUEST_ROWS = 1000
+MAX_LINKS = 64
+
+
+def ps_reply(state: State, now: float) -> bytes:
+    """The encoded `PsReply`, with the oldest requests if there are too many."""
+    assert state.started_at is not None, "set by the first event"
+    reply = PsReply(
+        broker_epoch=state.epoch,
+        uptime_s=now - state.started_at,
+        workers=tuple(
+            _worker_row(state, worker, now) for worker in islice(state.workers, MAX_WORKER_ROWS)
+        ),
+        requests=tuple(
+            _request_row(request, now)
+            for request in islice(state.requests.live.values(), MAX_REQUEST_ROWS)
+        ),
+        counters={
+            **state.counters,
+            "requests_live": len(state.requests.live),
+            "requests_homeless": len(state.requests.homeless),
+            "requests_ended_kept": len(state.requests.ended),
+            "output_kept_bytes": state.requests.output.used,
+            "prompt_kept_bytes": state.requests.prompt_bytes,
+            "workers_alive": len(state.workers),
+            "clients_known": len(state.clients),
+        },
+    )
+    return encode_body(reply)
+
+
+def _worker_row(state: State, worker: Worker, now: float) -> WorkerRow:
+    load = worker.load
+    return WorkerRow(
+        worker_id=worker.name.worker_id,
+        epoch=worker.name.epoch,
+        role=worker.card.role,
+        state=_state_of(state, worker, now),
+        model=worker.card.model,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_blocks=load.num_blocks,
+        num_free_blocks=load.num_free_blocks,
+        num_cached_blocks=load.num_cached_blocks,
+        kv_bytes_read=load.kv_bytes_read,
+        tokens_per_s=round(worker.tokens_per_s, 1),
+        heartbeat_age_s=round(now - worker.load_at, 3),
+        links=dict(islice(load.links.items(), MAX_LINKS)),
+    )
+
+
+def _state_of(state: State, worker: Worker, now: float) -> str:
+    if worker.suspect_at is not None:
+        return "unreachable"
+    return "stale" if state.workers.is_stale(worker, now) else "alive"
+
+
+def _request_row(request: Request, now: float) -> RequestRow:
+    return RequestRow(
+        request_id=request.request_id.hex(),
+        stage=request.stage,
+        decode_worker=request.owner_name,
+        prefill_worker=request.prefill_worker,
+        num_tokens=request.stream.next_seq,
+        age_s=round(now - request.admitted_at, 3),
+    )

@@ -1,0 +1,194 @@
+"""Which worker gets a request, and what becomes of it when that worker is lost."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from tests.broker.conftest import (
+    EPOCH,
+    Rig,
+    Sent,
+    held,
+    make_contract,
+    make_process,
+    request_id,
+    row,
+    to_clients,
+    to_workers,
+)
+
+from llmrt.broker.events import ProcessDied, WorkerUnroutable
+from llmrt.wire import messages as m
+from llmrt.wire.ids import Attempt
+
+
+def dispatched(effects: list[object]) -> Sent:
+    (sent,) = to_workers(effects, m.DISPATCH)  # type: ignore[arg-type]
+    return sent
+
+
+def kill(rig: Rig, name: str) -> list[Sent]:
+    effects = rig.handle(ProcessDied(make_process(sum(name.encode()))))
+    return to_workers(effects, m.DISPATCH)
+
+
+def test_a_dispatch_carries_the_clients_frames_untouched(rig: Rig) -> None:
+    rig.register("d0")
+    sent = dispatched([*rig.generate(1, budget_ms=7000)])
+    assert (sent.to, sent.header.request_id) == (b"d0", request_id(1))
+    assert sent.header.attempt == Attempt(EPOCH, 1)
+    assert sent.header.budget_ms == 7000
+    assert sent.route == m.Route()
+    assert sent.frames[3] == b"prompt"
+    assert len(sent.frames) == 4
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "least-loaded"])
+def test_requests_spread_over_equal_workers(make_rig: Callable[..., Rig], policy: str) -> None:
+    rig = make_rig(decode_policy=policy, max_live=1000)
+    for name in ("b0", "b1"):
+        rig.register(name)
+    owners = Counter(dispatched([*rig.generate(number)]).to for number in range(100))
+    assert all(40 <= owners[name] <= 60 for name in (b"b0", b"b1"))
+
+
+def test_the_idle_worker_is_chosen_after_all_requests_were_cancelled(rig: Rig) -> None:
+    """Loads that were reported while they ran must not count for ever."""
+    rig.register("b0")
+    for number in range(20):
+        rig.generate(number)
+    rig.heartbeat("b0", [held(n) for n in range(20)], num_running=10, num_waiting=10)
+    rig.register("b1")
+    for number in range(100, 104):
+        assert dispatched([*rig.generate(number)]).to == b"b1"
+    for number in range(20):
+        rig.client(m.CANCEL, number)
+    rig.heartbeat("b0")
+    assert dispatched([*rig.generate(200)]).to == b"b0"
+
+
+def test_prefill_workers_are_chosen_by_what_they_were_given(rig: Rig) -> None:
+    rig.register("d0", "decode")
+    rig.register("p0", "prefill")
+    rig.register("p1", "prefill")
+    rig.heartbeat("p0", num_running=2)
+    chosen = [dispatched([*rig.generate(n)]).route.prefill_worker for n in range(4)]
+    assert chosen[:2] == ["p1", "p1"]
+    assert Counter(chosen) == {"p1": 3, "p0": 1}
+
+
+def test_a_both_worker_prefills_for_nobody_else(rig: Rig) -> None:
+    rig.register("b0")
+    rig.register("b1")
+    assert dispatched([*rig.generate(1)]).route.prefill_worker is None
+
+
+def test_a_lost_owners_requests_go_on_elsewhere_at_the_next_token(rig: Rig) -> None:
+    rig.register("d0")
+    rig.generate(1)
+    rig.generate(2)
+    rig.step("d0", row(1, 0, 100), row(1, 1, 200))
+    rig.client(m.ACK, 1, seq=2)
+    rig.register("d1")
+    rig.advance(1.0)
+    first, second = kill(rig, "d0")
+    assert (first.to, first.header.attempt) == (b"d1", Attempt(EPOCH, 2))
+    assert first.header.seq == first.route.num_forced == 2
+    assert first.header.budget_ms == 599_000
+    assert first.frames[3:] == [b"prompt", bytes([100, 0, 0, 0, 200, 0, 0, 0])]
+    assert second.route.num_forced == 0
+    assert len(second.frames) == 4
+    assert [s.seqs for s in to_clients(rig.step("d1", row(1, 2, n=2)))] == [[2]]
+    assert rig.counters["requests_resumed"] == 2
+
+
+def test_without_another_worker_a_request_waits_for_one(rig: Rig) -> None:
+    rig.register("d0")
+    rig.generate(1)
+    assert kill(rig, "d0") == []
+    rig.advance(3.0)
+    assert dispatched([*rig.register("d1")]).header.n == 2
+
+
+def test_a_request_fails_if_no_worker_comes_in_time(rig: Rig) -> None:
+    rig.register("d0")
+    rig.generate(1)
+    kill(rig, "d0")
+    rig.client(m.BEAT)
+    effects = rig.advance(10.0)
+    (sent,) = to_clients(effects)
+    assert sent.failure.code == "worker_lost"
+    assert "d0" in sent.failure.message
+
+
+def test_a_request_that_kills_two_workers_is_failed(rig: Rig) -> None:
+    for name in ("d0", "d1", "d2"):
+        rig.register(name)
+    first = dispatched([*rig.generate(1)]).to.decode()
+    (second,) = kill(rig, first)
+    assert kill(rig, second.to.decode()) == []
+    end = to_clients(rig.seen, m.FAILED)
+    assert [sent.failure.code for sent in end] == ["worker_lost"]
+
+
+def test_attempts_are_bounded(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(max_attempts=3, default_deadline_s=1000.0)
+    rig.register("d0")
+    rig.generate(1)
+    for _ in range(60):
+        rig.client(m.BEAT)
+        rig.heartbeat("d0", [])
+        rig.advance(0.9)
+    assert [s.header.n for s in to_workers(rig.seen, m.DISPATCH)] == [1, 2, 3]
+    (end,) = to_clients(rig.seen, m.FAILED)
+    assert end.failure.code == "worker_lost"
+    assert "3 attempts" in end.failure.message
+
+
+def test_a_worker_of_another_family_does_not_continue_a_stream(rig: Rig) -> None:
+    """Same name, other weights: it would go on with another text."""
+    rig.register("d0")
+    rig.generate(1)
+    rig.generate(2)
+    rig.step("d0", row(1, 0))
+    rig.register("d1", contract=make_contract(model_hash="other"))
+    (sent,) = kill(rig, "d0")
+    assert (sent.to, sent.header.request_id) == (b"d1", request_id(2))
+    rig.register("d2")
+    assert to_workers(rig.seen, m.DISPATCH)[-1].to == b"d2"
+
+
+def test_a_resume_on_other_numerics_is_counted(rig: Rig) -> None:
+    rig.register("d0")
+    rig.generate(1)
+    rig.step("d0", row(1, 0))
+    rig.register("d1", contract=make_contract(numerics_id="other"))
+    assert len(kill(rig, "d0")) == 1
+    assert rig.counters["resumes_on_other_numerics"] == 1
+
+
+def test_a_dispatch_that_was_not_sent_goes_elsewhere_at_once(rig: Rig) -> None:
+    rig.register("d0")
+    rig.register("d1")
+    sent = dispatched([*rig.generate(1)])
+    again = dispatched([*rig.handle(WorkerUnroutable(sent.to, sent.frames))])
+    assert again.to != sent.to
+    assert again.header.n == 2
+    assert not rig.handle(WorkerUnroutable(sent.to, sent.frames)), "an old attempt"
+
+
+def test_an_unreachable_worker_is_given_nothing(rig: Rig) -> None:
+    """Else one lost message would follow the other without end."""
+    rig.register("d0")
+    sent = dispatched([*rig.generate(1)])
+    assert not to_workers(rig.handle(WorkerUnroutable(sent.to, sent.frames)), m.DISPATCH)
+    rig.advance(0.5)
+    assert dispatched([*rig.heartbeat("d0")]).header.n == 2
+
+
+def test_a_worker_that_is_silent_gets_no_new_requests(rig: Rig) -> None:
+    rig.register("d0")
+    rig.register("d1")
+    rig.advance(2.0)
+    rig.heartbeat("d1")
+    assert {dispatched([*rig.generate(n)]).to for n in range(4)} == {b"d1"}
