@@ -11,6 +11,7 @@ from llmrt.actor import sockets
 from llmrt.actor.channel import Channel
 from llmrt.actor.driver import Driver
 from llmrt.actor.process import Watch, watch_process
+from llmrt.actor.runtime import settle
 from llmrt.broker.core import BrokerCore
 from llmrt.broker.effects import (
     Effect,
@@ -51,6 +52,7 @@ async def serve(
     try:
         endpoints = server.open(settings)
         log.info("broker.started", bind=endpoints[0], worker_bind=endpoints[1])
+        settle()
         on_ready(*endpoints)
         await asyncio.get_running_loop().create_future()
     finally:

@@ -11,7 +11,7 @@ import msgspec
 from llmrt.client.events import Submit
 from llmrt.wire.arrays import U32_BYTES, pack_u32
 from llmrt.wire.envelope import MAX_BODY_BYTES, MAX_RAW_BYTES, encode_body
-from llmrt.wire.errors import InvalidRequest, MessageTooLarge
+from llmrt.wire.errors import InvalidRequest, MessageTooLarge, shown
 from llmrt.wire.ids import REQUEST_ID_BYTES, RequestId
 from llmrt.wire.messages import GENERATE, TOKENIZE, ChatMessage, Generate, Tokenize
 from llmrt.wire.sampling import SamplingParams, check_sampling
@@ -51,6 +51,7 @@ class Options(TypedDict, total=False):
 
 _SAMPLING_TYPES = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
 _MAX_PRIORITY = 1 << 31
+_MAX_MODEL_LENGTH = 1024
 # A year: beyond it nobody means a number.
 _MAX_DEADLINE_S = 366 * 86400
 
@@ -65,9 +66,12 @@ def make_generate(
     model = keywords.pop("model", None)
     request_id = keywords.pop("request_id", None)
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
-        raise InvalidRequest(f"priority is {priority!r}: a whole number of 32 bits is needed")
-    if model is not None and not isinstance(model, str):
-        raise InvalidRequest(f"model is {model!r}: a name or None is needed")
+        raise InvalidRequest(f"priority is {shown(priority)}: a whole number of 32 bits is needed")
+    if model is not None and not (isinstance(model, str) and len(model) <= _MAX_MODEL_LENGTH):
+        raise InvalidRequest(
+            f"model is {shown(model)}: None or a name of at most {_MAX_MODEL_LENGTH} characters "
+            "is needed"
+        )
     sampling = make_sampling(keywords)
     if messages is not None:
         turns = make_messages(messages)
@@ -108,7 +112,7 @@ def make_sampling(keywords: Mapping[str, Any]) -> SamplingParams:
                 (value,) if is_one_stop else value, _SAMPLING_TYPES[name]
             )
         except msgspec.ValidationError as error:
-            raise InvalidRequest(f"{name} is {_short(value)}: {error}") from None
+            raise InvalidRequest(f"{name} is {shown(value)}: {error}") from None
     params = SamplingParams(**fields)
     check_sampling(params)
     if params.temperature > 0 and params.seed is None:
@@ -144,7 +148,7 @@ def make_messages(messages: object) -> tuple[ChatMessage, ...]:
     turns = tuple(_message(i, message) for i, message in enumerate(messages))
     if not turns:
         raise InvalidRequest("messages is empty: give at least one turn")
-    size = sum(len(turn.content) for turn in turns)
+    size = sum(len(turn.role) + len(turn.content) for turn in turns)
     if size > MAX_BODY_BYTES:
         raise MessageTooLarge(
             f"messages of {size} characters; at most {MAX_BODY_BYTES} bytes are allowed: "
@@ -158,14 +162,14 @@ def parse_request_id(value: object) -> RequestId:
     if value is None:
         return new_request_id()
     raw = value
-    if isinstance(value, str):
+    if isinstance(value, str) and len(value) <= 2 * REQUEST_ID_BYTES:
         try:
             raw = bytes.fromhex(value)
         except ValueError:
             raw = b""
     if not isinstance(raw, bytes) or len(raw) != REQUEST_ID_BYTES:
         raise InvalidRequest(
-            f"request_id is {_short(value)}: {REQUEST_ID_BYTES} bytes or "
+            f"request_id is {shown(value)}: {REQUEST_ID_BYTES} bytes or "
             f"{2 * REQUEST_ID_BYTES} hex digits are needed"
         )
     return RequestId(raw)
@@ -180,7 +184,7 @@ def check_deadline(deadline_s: object) -> float:
     if is_number and isinstance(deadline_s, int | float) and 0 < deadline_s <= _MAX_DEADLINE_S:
         return float(deadline_s)
     raise InvalidRequest(
-        f"deadline_s is {_short(deadline_s)}: a number of seconds above 0, at most "
+        f"deadline_s is {shown(deadline_s)}: a number of seconds above 0, at most "
         f"{_MAX_DEADLINE_S}, is needed"
     )
 
@@ -219,7 +223,7 @@ def _pack_ids(token_ids: Sequence[object]) -> bytes:
         for i, token_id in enumerate(token_ids):
             if not isinstance(token_id, int) or not 0 <= token_id < 1 << 32:
                 raise InvalidRequest(
-                    f"prompt[{i}] is {_short(token_id)}: a token id from 0 to 2**32 - 1 is needed"
+                    f"prompt[{i}] is {shown(token_id)}: a token id from 0 to 2**32 - 1 is needed"
                 ) from None
         raise
 
@@ -230,11 +234,11 @@ def _message(i: int, message: object) -> ChatMessage:
     fields = dict(message) if isinstance(message, Mapping) else {}
     if fields.keys() != {"role", "content"}:
         raise InvalidRequest(
-            f'messages[{i}] is {_short(message)}: {{"role": ..., "content": ...}} is needed'
+            f'messages[{i}] is {shown(message)}: {{"role": ..., "content": ...}} is needed'
         )
     for name, value in fields.items():
         if not isinstance(value, str):
-            raise InvalidRequest(f"messages[{i}][{name!r}] is {_short(value)}: a str is needed")
+            raise InvalidRequest(f"messages[{i}][{name!r}] is {shown(value)}: a str is needed")
     return ChatMessage(**fields)
 
 
@@ -246,8 +250,3 @@ def _body(message: Generate | Tokenize) -> bytes:
             f"a string of the request has a lone surrogate at character {error.start}: "
             "it is no valid text; remove it"
         ) from None
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

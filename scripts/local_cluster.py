@@ -21,6 +21,7 @@ class RunningCluster:
     """`bind` is the endpoint for clients; `pids` are those of the workers by name."""
 
     bind: str
+    worker_bind: str
     broker_pid: int
     pids: Mapping[str, int]
     up: "subprocess.Popen[str]"
@@ -51,7 +52,9 @@ def running_cluster(
                 sys.exit(up.wait() or 1)
             ready = json.loads(line)
             pids = {row["worker_id"]: row["pid"] for row in ready["workers"]}
-            cluster = RunningCluster(ready["bind"], ready["broker_pid"], pids, up)
+            cluster = RunningCluster(
+                ready["bind"], ready["worker_bind"], ready["broker_pid"], pids, up
+            )
             wait_until_linked(cluster.bind, linked_within_s)
             yield cluster
         finally:

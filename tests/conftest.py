@@ -54,8 +54,15 @@ class _Belongings:
         return [
             child
             for child in psutil.Process().children(recursive=True)
-            if child not in self._children
+            if child not in self._children and not self._is_parent_of(child)
         ]
+
+    def _is_parent_of(self, child: psutil.Process) -> bool:
+        """A cluster of the whole session that starts a worker again answers for it itself."""
+        try:
+            return child.parent() in self._children
+        except psutil.NoSuchProcess:
+            return True
 
 
 def _abandoned_files() -> Iterator[Path]:

@@ -229,10 +229,16 @@ class WorkerCore:
     def _dispatched(self, header: Header, frames: tuple[bytes, ...]) -> None:
         route = decode_body(frames[0], m.Route)
         body: m.Generate | m.Tokenize
-        if route.kind == m.TOKENIZE:
-            body = decode_body(frames[1], m.Tokenize)
-        else:
-            body = decode_body(frames[1], m.Generate)
+        try:
+            if route.kind == m.TOKENIZE:
+                body = decode_body(frames[1], m.Tokenize)
+            else:
+                body = decode_body(frames[1], m.Generate)
+        except ProtocolError as error:
+            # The client's fault, whose body nobody has read yet; other workers cannot either.
+            self._context.counters["bad_messages"] += 1
+            self._owned.refuse(header, error)
+            return
         self._owned.dispatched(header, route, body, frames[2:])
 
     # -- messages of peers -------------------------------------------------------------------

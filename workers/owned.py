@@ -113,6 +113,13 @@ class OwnedRequests:
         except LlmrtError as error:
             self._fail(request, error)
 
+    def refuse(self, header: Header, error: LlmrtError) -> None:
+        """End an attempt that holds no request: its client is told why."""
+        failure = m.Failure(code=error.error_code, message=error.message)
+        end = encode_header(m.FAILED, header.request_id, attempt=header.attempt)
+        self._endings.append(SendBroker([end, encode_body(failure)]))
+        self._bury(RequestId(header.request_id), header.attempt)
+
     def tokenized(
         self,
         request_id: RequestId,

@@ -18,6 +18,7 @@ import structlog
 from llmrt.actor import sockets
 from llmrt.actor.channel import Channel
 from llmrt.actor.driver import Driver
+from llmrt.actor.runtime import settle
 from llmrt.engine.batch import Device, StepResult
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.arena_socket import ArenaServer, AttachedPeer, Lifeline, attach_arena
@@ -171,6 +172,7 @@ class WorkerShell:
             case do.Log(event, level, fields):
                 getattr(log, level)(event, **fields)
             case do.Ready():
+                settle()
                 self._on_ready()
             case do.Exit(code, message):
                 if not self._ended.done():

@@ -1,0 +1,105 @@
+"""`llmrt ps`: workers and requests as the broker sees them now."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmrt.cli.options import BrokerOption, JsonOption, endpoint
+
+if TYPE_CHECKING:
+    from llmrt.wire.messages import PsReply
+
+_WATCH_S = 1.0
+_CLEAR_SCREEN = "\x1b[H\x1b[J"
+
+
+def ps(
+    broker: BrokerOption = None,
+    json_output: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="again every second")] = False,
+) -> None:
+    """Show workers and running requests.
+
+    Example: llmrt ps --watch
+    """
+    from llmrt.actor.runtime import run
+
+    raise typer.Exit(run(_ps(endpoint(broker), as_json=json_output, watch=watch)))
+
+
+async def _ps(broker: str, *, as_json: bool, watch: bool) -> None:
+    import asyncio
+
+    import msgspec
+
+    from llmrt.client import AsyncClient
+
+    async with AsyncClient(broker) as client:
+        while True:
+            reply = await client.workers()
+            if as_json:
+                print(json.dumps(msgspec.to_builtins(reply)), flush=True)
+            else:
+                print(f"{_CLEAR_SCREEN if watch else ''}{table(reply)}", flush=True)
+            if not watch:
+                return
+            await asyncio.sleep(_WATCH_S)
+
+
+def table(reply: "PsReply") -> str:
+    """For people: one line per worker and request, and all counters that are not 0."""
+    workers = [
+        (
+            row.worker_id,
+            row.role,
+            row.state,
+            row.model,
+            f"{row.num_running}+{row.num_waiting}",
+            f"{row.num_blocks - row.num_free_blocks - row.num_cached_blocks}"
+            f"+{row.num_cached_blocks}/{row.num_blocks}",
+            f"{row.tokens_per_s:.1f}",
+            f"{row.heartbeat_age_s:.1f}",
+            " ".join(f"{peer}:{kind}" for peer, kind in sorted(row.links.items())) or "-",
+        )
+        for row in reply.workers
+    ]
+    requests = [
+        (
+            row.request_id,
+            row.stage,
+            row.decode_worker or "-",
+            row.prefill_worker or "-",
+            str(row.num_tokens),
+            f"{row.age_s:.1f}",
+        )
+        for row in reply.requests
+    ]
+    counters = " ".join(f"{name}={n}" for name, n in sorted(reply.counters.items()) if n)
+    heads = (
+        "WORKER",
+        "ROLE",
+        "STATE",
+        "MODEL",
+        "RUN+WAIT",
+        "USED+CACHED",
+        "TOK/S",
+        "BEAT",
+        "LINKS",
+    )
+    parts = [_columns(heads, workers)]
+    if requests:
+        heads_of_requests = ("REQUEST", "STAGE", "DECODE", "PREFILL", "TOKENS", "AGE")
+        parts.append(_columns(heads_of_requests, requests))
+    parts.append(f"up {reply.uptime_s:.0f} s {counters}".rstrip())
+    return "\n\n".join(parts)
+
+
+def _columns(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,85 @@
+"""`llmrt up`: a broker and its workers on this host, watched by one process."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from llmrt.broker.settings import BrokerSettings
+from llmrt.cli.cluster import Cluster, broker_child, check_model, worker_child
+from llmrt.cli.config import load
+from llmrt.cli.options import WORKER_HELP, ConfigOption, JsonOption, with_settings
+from llmrt.wire.errors import ConfigError
+from llmrt.workers.settings import WorkerSettings
+
+_ROLES = ("both", "prefill", "decode")
+Count = Annotated[int, typer.Option(min=0, max=256, help="number of such workers")]
+
+
+@with_settings(WorkerSettings, WORKER_HELP, without=("role", "broker", "worker_id", "link"))
+def up(
+    both: Count = 0,
+    prefill: Count = 0,
+    decode: Count = 0,
+    bind: Annotated[str | None, typer.Option(help="endpoint for clients")] = None,
+    worker_bind: Annotated[str | None, typer.Option(help="endpoint for workers")] = None,
+    config: ConfigOption = None,
+    json_output: JsonOption = False,
+    **flags: object,
+) -> None:
+    """Start a broker and its workers on this host, and start again what dies.
+
+    Example, colocated: llmrt up --model model.gguf
+
+    Example, split: llmrt up --prefill 1 --decode 2 --model model.gguf
+    """
+    counts = check_counts(both, prefill, decode)
+    asked = {"bind": bind, "worker_bind": worker_bind, "log_level": flags["log_level"]}
+    settings = load(BrokerSettings, asked, config)
+    check_model(load(WorkerSettings, flags, config).model)
+    from llmrt.actor.log import configure
+    from llmrt.actor.runtime import run
+    from llmrt.actor.sockets import check_free
+
+    # Before anything is loaded: a taken port must not cost a minute.
+    ends = {"bind": check_free(settings.bind), "worker_bind": check_free(settings.worker_bind)}
+    configure("up", level=settings.log_level)
+    workers = [(f"{role}-{n}", role) for role in _ROLES for n in range(counts[role])]
+    flags["broker"] = ends["worker_bind"]
+    children = [
+        broker_child({**asked, **ends}, config),
+        *(worker_child(name, role, flags, config) for name, role in workers),
+    ]
+
+    def when_ready() -> None:
+        print(banner(ends, dict(workers), cluster.pids, as_json=json_output), flush=True)
+
+    cluster = Cluster(children, when_ready)
+    raise typer.Exit(run(cluster.run()))
+
+
+def check_counts(both: int, prefill: int, decode: int) -> dict[str, int]:
+    """One worker for both roles unless asked otherwise; somebody must decode."""
+    if both == prefill == decode == 0:
+        both = 1
+    if both + decode == 0:
+        raise ConfigError(f"{prefill} prefill workers and none that decodes: add --decode 1")
+    return {"both": both, "prefill": prefill, "decode": decode}
+
+
+def banner(
+    ends: dict[str, str], workers: dict[str, str], pids: dict[str, int], *, as_json: bool
+) -> str:
+    """What a user needs next."""
+    if as_json:
+        rows = [
+            {"worker_id": name, "role": role, "pid": pids[name]} for name, role in workers.items()
+        ]
+        return json.dumps({"event": "ready", **ends, "broker_pid": pids["broker"], "workers": rows})
+    at = "" if ends["bind"] == BrokerSettings().bind else f" --broker {ends['bind']}"
+    return (
+        f"llmrt serves at {ends['bind']} with {', '.join(workers)}\n"
+        f'  llmrt generate "The capital of France is" --max-tokens 8{at}\n'
+        f"  llmrt chat{at}\n"
+        f"  llmrt ps{at}"
+    )

@@ -1,0 +1,164 @@
+"""The command line as a user meets it: its output, its errors and its exit codes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import structlog
+
+from llmrt.cli.main import main
+
+COMMANDS = ("run", "up", "generate", "chat", "ps", "broker", "worker", "version")
+NOBODY = "tcp://127.0.0.1:9"
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Llmrt:
+    """Runs commands in this process: a new one takes a second on a busy machine."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *args: str) -> Done:
+        self._monkeypatch.setattr(sys, "argv", ["llmrt", *args])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = self._capsys.readouterr()
+        code = ended.value.code or 0
+        assert isinstance(code, int)
+        return Done(code, out, err)
+
+
+@pytest.fixture
+def llmrt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[Llmrt]:
+    monkeypatch.chdir(tmp_path)
+    yield Llmrt(monkeypatch, capsys)
+    structlog.reset_defaults()
+
+
+def test_help_lists_the_commands(llmrt: Llmrt) -> None:
+    done = llmrt("--help")
+    assert done.code == 0
+    assert [name for name in COMMANDS if f"\n  {name} " in done.out] == [*COMMANDS]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(llmrt: Llmrt, command: str) -> None:
+    done = llmrt(command, "-h")
+    assert done.code == 0
+    assert done.out.startswith(f"Usage: llmrt {command} ")
+
+
+def test_a_flag_is_shown_with_its_default_and_its_variable(llmrt: Llmrt) -> None:
+    text = " ".join(llmrt("worker", "-h").out.split())
+    assert "most tokens in one step [512, LLMRT_WORKER_STEP_TOKENS]" in text
+    assert "[required, LLMRT_WORKER_MODEL]" in text
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """Help in 0.3 s: none of these may be imported for it."""
+    heavy = ("torch", "numpy", "rich", "uvloop", "structlog", "zmq", "asyncio", "tokenizers")
+    code = f"import sys, llmrt.cli.main; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_version_is_json_on_demand(llmrt: Llmrt) -> None:
+    versions = json.loads(llmrt("version", "--json").out)
+    assert versions["protocol"].count(".") == 1
+    assert set(versions) >= {"llmrt", "python", "pyzmq"}
+    assert f"llmrt       {versions['llmrt']}\n" in llmrt("version").out
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (("worker", "--model", "/no/such.gguf"), 78, "no model at /no/such.gguf"),
+        (("up", "--model", "/no/such.gguf"), 78, "no model at /no/such.gguf"),
+        (("run", "hi", "--model", "/no/such.gguf"), 78, "no model at /no/such.gguf"),
+        (("up",), 78, "worker needs model: give --model, set LLMRT_WORKER_MODEL"),
+        (("up", "--prefill", "1", "--model", "/"), 78, "none that decodes"),
+        (("worker", "--role", "draw", "--model", "/"), 78, "role is 'draw'"),
+        (("broker", "--log-level", "loud"), 78, "log_level is 'loud'"),
+        (("broker", "--bind", "7700"), 78, "'7700' is no endpoint"),
+        (("broker", "--bind", "tcp://0.0.0.0:0"), 78, "CURVE keys"),
+        (("broker", "--config", "/no/such.toml"), 78, "cannot read /no/such.toml"),
+        (("ps", "--broker", "tcp://127.0.0.1:port"), 78, "tcp://127.0.0.1:port"),
+        (("generate", "", "--broker", NOBODY), 2, "the prompt is empty"),
+        (("generate", "x", "--top-p", "7", "--broker", NOBODY), 2, "top_p is 7.0"),
+        (("ps", "--broker", NOBODY), 75, NOBODY),
+    ],
+)
+def test_an_error_is_one_line_with_its_exit_code(
+    llmrt: Llmrt, args: tuple[str, ...], code: int, message: str
+) -> None:
+    done = llmrt(*args)
+    last = done.err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+    assert "Traceback" not in done.err
+    assert (done.code, done.out) == (code, "")
+
+
+@pytest.mark.parametrize("args", [("broker", "--bnid", "x"), ("up", "--both", "-1"), ("sing",)])
+def test_a_wrong_flag_is_a_usage_error(llmrt: Llmrt, args: tuple[str, ...]) -> None:
+    done = llmrt(*args)
+    assert done.code == 2
+    assert args[-1] in done.err or args[-2] in done.err
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("flag", ["--bind", "--worker-bind"])
+def test_up_names_a_taken_port_before_anything_is_started(llmrt: Llmrt, flag: str) -> None:
+    Path("model.gguf").write_bytes(b"not read")
+    free = "--worker-bind" if flag == "--bind" else "--bind"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        done = llmrt("up", "--model", "model.gguf", flag, endpoint, free, "tcp://[::1]:*")
+    assert done.err.startswith(f"error: {endpoint} is in use by another program")
+    assert done.code == 78
+
+
+@pytest.mark.integration
+def test_up_ends_and_names_the_worker_that_cannot_start(
+    llmrt: Llmrt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("broken.gguf").write_bytes(b"no model")
+    monkeypatch.setenv("LLMRT_BROKER_BIND", "tcp://127.0.0.1:*")
+    monkeypatch.setenv("LLMRT_BROKER_WORKER_BIND", "tcp://[::1]:*")
+    done = llmrt("up", "--model", "broken.gguf", "--decode", "1")
+    assert done.code == 78
+    assert "decode-0 ended with exit code 78" in done.err.splitlines()[-1]
+
+
+@pytest.mark.integration
+def test_ps_of_a_broker_without_workers() -> None:
+    command = [sys.executable, "-m", "llmrt.cli.main"]
+    ends = {"LLMRT_BROKER_BIND": "tcp://127.0.0.1:*", "LLMRT_BROKER_WORKER_BIND": "tcp://[::1]:*"}
+    with subprocess.Popen(
+        [*command, "broker"], env=os.environ | ends, stderr=subprocess.PIPE, text=True
+    ) as serving:
+        assert serving.stderr is not None
+        started = json.loads(serving.stderr.readline())
+        assert started["event"] == "broker.started"
+        env = os.environ | {"LLMRT_BROKER_BIND": started["bind"]}
+        for_people = subprocess.check_output([*command, "ps"], env=env, text=True)
+        for_programs = subprocess.check_output([*command, "ps", "--json"], env=env, text=True)
+        serving.terminate()
+        assert serving.wait(30) == 0
+    assert for_people.startswith("WORKER ")
+    assert json.loads(for_programs)["workers"] == []
