@@ -50,6 +50,10 @@ async def _top(main: Coroutine[Any, Any, int | None]) -> int:
         code = OK
     except Exception as error:
         code = report(error)
+    finally:
+        # uvloop would leave its own behind, and Ctrl-C would do nothing any more.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
     return code or ending.code
 
 

@@ -91,7 +91,8 @@ def bind(socket: Socket, endpoint: str) -> str:
 
 def connect(socket: Socket, endpoint: str) -> None:
     """Connect now or whenever the peer appears; raises `ConfigError` as `resolve` does."""
-    socket.connect(resolve(endpoint))
+    for target in resolve(endpoint):
+        socket.connect(target)
 
 
 def check_free(endpoint: str) -> str:
@@ -100,23 +101,25 @@ def check_free(endpoint: str) -> str:
         return bind(socket, endpoint)
 
 
-def resolve(endpoint: str) -> str:
-    """The numeric form of an endpoint to connect to. A name lookup blocks: call it in a thread.
+def resolve(endpoint: str) -> tuple[str, ...]:
+    """The numeric forms of an endpoint to connect to. A name lookup blocks: call it in a thread.
 
-    Of a name with several addresses the first that accepts a connection is taken, else the
-    first IPv4 one.
+    Of a name with several addresses the first that accepts a connection is taken. While none
+    does, all are: nobody knows yet where the peer will appear, and nothing is sent to an address
+    that nobody serves (`IMMEDIATE`).
     """
     ipc = _ipc_target(endpoint)
     if ipc is not None:
-        return ipc
+        return (ipc,)
     host, port = _split_tcp(endpoint)
     if port == 0 or host == "*":
         raise ConfigError(f"cannot connect to {endpoint}: give the host and port of the peer")
     addresses = _addresses(endpoint, host)
     if len(addresses) > 1:
         answering = (address for address in addresses if _accepts(address, port))
-        addresses = [next(answering, addresses[0])]
-    return _tcp(addresses[0], port)
+        first = next(answering, None)
+        addresses = addresses if first is None else [first]
+    return tuple(_tcp(address, port) for address in addresses)
 
 
 def _make(ctx: Context, kind: int, options: dict[zmq.SocketOption, int]) -> Socket:

@@ -185,8 +185,8 @@ def _decode_reach(rows: list[Row], window: int | None) -> _Reach:
         padded[: len(blocks)] = blocks
         padded[len(blocks) :] = blocks[0]
     if len(rows) == 1:
-        origin, position = first_blocks[0] * BLOCK_TOKENS, rows[0].start
-        span = slice(_first_seen(position, window) - origin, position + 1 - origin)
+        origin, last = first_blocks[0] * BLOCK_TOKENS, rows[0].start
+        span = slice(_first_seen(last, window) - origin, last + 1 - origin)
         return _Reach(torch.from_numpy(table), span, None, None)
 
     position = np.array([[row.start] for row in rows])

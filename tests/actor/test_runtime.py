@@ -46,6 +46,17 @@ def test_the_result_of_main_is_the_exit_code() -> None:
     assert [run(main(code)) for code in (None, 0, 3)] == [0, 0, 3]
 
 
+def test_ctrl_c_is_what_it_was_afterwards() -> None:
+    """A program that goes on, a test run say, can still be interrupted."""
+
+    async def main() -> None:
+        return None
+
+    before = signal.getsignal(signal.SIGINT)
+    run(main())
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_an_error_of_main_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         raise ConfigError("bind is wrong")

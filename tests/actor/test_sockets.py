@@ -116,6 +116,18 @@ def test_localhost_finds_a_server_on_either_address(ctx: Sockets, host: str) -> 
     assert server.poll(5000)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_localhost_finds_a_server_that_comes_later(ctx: Sockets, host: str) -> None:
+    endpoint = sockets.check_free(f"tcp://{host}:*")
+    client = ctx.dealer(b"c")
+    sockets.connect(client, endpoint.replace(host, "localhost"))
+    server = ctx.router()
+    sockets.bind(server, endpoint)
+    assert client.poll(5000, zmq.POLLOUT)
+    client.send(b"hello")
+    assert server.poll(5000)
+
+
 def test_bind_names_the_address_that_another_program_holds(ctx: Sockets) -> None:
     with net.create_server(("127.0.0.1", 0)) as other:
         endpoint = f"tcp://127.0.0.1:{other.getsockname()[1]}"

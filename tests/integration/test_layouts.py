@@ -4,6 +4,7 @@ import pytest
 from local_cluster import RunningCluster
 
 from llmrt.client import Client
+from llmrt.client.requests import Options
 
 pytestmark = pytest.mark.integration
 
@@ -20,14 +21,15 @@ PROMPTS = [
     "Русский текст и ещё немного. " * 20,
     "x" * 700,
 ]
-DRAWS = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 7, "top_p": 0.95}]
+DRAWS: list[Options] = [
+    {"max_tokens": 24},
+    {"max_tokens": 24, "temperature": 0.9, "seed": 7, "top_p": 0.95},
+]
 
 
 def answers(cluster: RunningCluster) -> list[tuple[tuple[int, ...], str, str]]:
     with Client(cluster.bind) as client:
-        results = [
-            client.generate(prompt, max_tokens=24, **draw) for prompt in PROMPTS for draw in DRAWS
-        ]
+        results = [client.generate(prompt, **draw) for prompt in PROMPTS for draw in DRAWS]
     return [(r.token_ids, r.text, r.finish_reason) for r in results]
 
 

@@ -1,5 +1,6 @@
 """One worker's own requests: admission, tokens, ends, registration, time."""
 
+from array import array
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from llmrt.wire import messages as m
 from llmrt.wire.arrays import pack_u32
 from llmrt.wire.envelope import encode_body
 from llmrt.wire.errors import InternalError
-from llmrt.wire.ids import Attempt
+from llmrt.wire.ids import Attempt, RequestId
 from llmrt.wire.sampling import SamplingParams
 from llmrt.workers import effects as do
 from llmrt.workers import events as ev
@@ -211,6 +212,19 @@ def test_bad_prompts_are_refused_and_the_worker_serves_on(make_worker: Any, prom
     assert len(bench.sent(m.FINISHED)) == 1
 
 
+@pytest.mark.parametrize("kind", [m.GENERATE, m.TOKENIZE])
+def test_a_body_that_is_no_request_fails_at_once(make_worker: Any, kind: str) -> None:
+    """Nobody has read it before; dropped, it would be tried on one worker after the other."""
+    bench = make_worker()
+    names = {"request_id": (1).to_bytes(16, "big"), "attempt": Attempt(1, 1)}
+    bench.from_broker(m.DISPATCH, m.Route(kind=kind), b"\xc1garbage", b"hi", **names)
+    assert bench.failure().code == "protocol_error"
+    assert bench.sent(m.FAILED)[0].header.attempt == Attempt(1, 1)
+    bench.dispatch(TEN)  # the same attempt again: it has ended
+    assert len(bench.sent(m.FAILED)) == 1
+    assert not bench.rows()
+
+
 def test_more_requests_than_may_wait_are_refused(make_worker: Any) -> None:
     bench = make_worker(max_waiting=2)
     for number in (1, 2, 3):
@@ -346,10 +360,8 @@ def test_a_text_is_tokenized_outside_and_its_failure_ends_the_request(make_worke
 
 
 def test_a_tokenize_call_is_answered_with_raw_ids(make_worker: Any) -> None:
-    from array import array
-
     bench = make_worker()
-    request_id, attempt = (1).to_bytes(16, "big"), Attempt(1, 1)
+    request_id, attempt = RequestId((1).to_bytes(16, "big")), Attempt(1, 1)
     route = m.Route(kind=m.TOKENIZE)
     bench.from_broker(
         m.DISPATCH, route, encode_body(m.Tokenize()), b"hi", request_id=request_id, attempt=attempt

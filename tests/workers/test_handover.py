@@ -7,7 +7,8 @@ import pytest
 
 from llmrt.wire import messages as m
 from llmrt.wire.arrays import unpack_u32
-from llmrt.wire.ids import Attempt
+from llmrt.wire.envelope import decode_header
+from llmrt.wire.ids import Attempt, WorkerId, WorkerName
 from llmrt.workers import effects as do
 from llmrt.workers import events as ev
 from llmrt.workers.placement import PlacementCosts, choose_prefill
@@ -43,8 +44,6 @@ def pass_on(source: Any, target: Any, kind: str) -> list[Any]:
 
 
 def is_kind(effect: do.SendPeer, kind: str) -> bool:
-    from llmrt.wire.envelope import decode_header
-
     return decode_header(effect.frames[0]).kind == kind
 
 
@@ -397,9 +396,9 @@ def test_grants_leave_room_for_the_growth_of_what_runs(
 
 
 def test_placement_offers_whenever_the_named_worker_can_take_it() -> None:
-    name = ("p", 1)
-    costs = PlacementCosts(100, name, "grant")  # type: ignore[arg-type] # any name does
+    name = WorkerName(WorkerId("p"), 1)
+    costs = PlacementCosts(100, name, "grant")
     assert choose_prefill("auto", costs) == name
     assert choose_prefill("local", costs) is None
-    unlinked = PlacementCosts(100, name, None)  # type: ignore[arg-type]
+    unlinked = PlacementCosts(100, name, None)
     assert choose_prefill("auto", unlinked) is None
