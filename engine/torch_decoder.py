@@ -5,7 +5,10 @@ with weights take the type that the mode and the CPU call for.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from threading import Lock
 
 import numpy as np
 import torch
@@ -16,6 +19,10 @@ from llmrt.kernels.torch_ops import gated, rms_norm, rope_angles, rotate
 from llmrt.models.quants import INT4_KINDS, dequantize, to_int4_groups
 from llmrt.models.spec import LayerSpec
 from llmrt.models.tensors import StoredTensor, WeightFile
+
+# Unpacking is single-threaded work on memory that fits no cache: two halve the time, and each holds
+# one product's float32 weights.
+LOADER_THREADS = 2
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 """(layer, q [M, heads, D], kv [M, 2, kv_heads, D]) -> [M, heads, D]: stores kv and attends."""
@@ -53,13 +60,15 @@ class TorchDecoder:
         self._spec = spec
         self._eps = torch.tensor([spec.norm_eps])
         self._ropes = [(rope, torch.tensor(rope.inv_freq)) for rope in ropes]
-        self._layers = [
-            _load_layer(loader, f"layers.{idx}.", layer, ropes.index(layer.attention.rope))
-            for idx, layer in enumerate(spec.layers)
-        ]
+        rope_idxs = [ropes.index(layer.attention.rope) for layer in spec.layers]
+        prefixes = [f"layers.{idx}." for idx in range(spec.num_layers)]
+        with ThreadPoolExecutor(LOADER_THREADS, thread_name_prefix="weights") as pool:
+            tied = pool.submit(loader.linear, "embed" if spec.is_tied else "head")
+            embed = pool.submit(loader.embedding)
+            load = partial(_load_layer, loader)
+            self._layers = list(pool.map(load, prefixes, spec.layers, rope_idxs))
         self._final_norm = loader.norm("final_norm")
-        self._head = loader.linear("embed" if spec.is_tied else "head")
-        self._embed = loader.tensor("embed").to(torch.float32 if dtype == "f32" else torch.bfloat16)
+        self._head, self._embed = tied.result(), embed.result()
         self.has_int4 = loader.has_int4
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -108,7 +117,10 @@ class TorchDecoder:
 
 
 class _Loader:
-    """Takes tensors by name, converts them and reports progress in bytes of the file."""
+    """Takes tensors by name, converts them and reports progress in bytes of the file.
+
+    Several threads may call it at once.
+    """
 
     def __init__(self, weights: WeightFile, dtype: str, progress: Progress | None) -> None:
         self._tensors = weights.tensors
@@ -116,6 +128,7 @@ class _Loader:
         self._dtype = dtype
         self._progress = progress
         self._done: set[str] = set()
+        self._lock = Lock()
         self._total_bytes = sum(tensor.data.size for tensor in self._tensors.values())
         self._done_bytes = 0
         self.has_int4 = False
@@ -125,6 +138,9 @@ class _Loader:
         whole = torch.from_numpy(np.concatenate([dequantize(self._tensors[n]) for n in names]))
         self._report(names)
         return whole
+
+    def embedding(self) -> Tensor:
+        return self.tensor("embed").to(torch.float32 if self._dtype == "f32" else torch.bfloat16)
 
     def norm(self, name: str) -> Tensor:
         weight = self.tensor(name)
@@ -143,11 +159,12 @@ class _Loader:
         return Int4Linear(q, scale, zero)
 
     def _report(self, names: tuple[str, ...]) -> None:
-        new = set(names) - self._done
-        self._done |= new
-        self._done_bytes += sum(self._tensors[name].data.size for name in new)
-        if self._progress is not None:
-            self._progress(self._done_bytes, self._total_bytes)
+        with self._lock:
+            new = set(names) - self._done
+            self._done |= new
+            self._done_bytes += sum(self._tensors[name].data.size for name in new)
+            if self._progress is not None:
+                self._progress(self._done_bytes, self._total_bytes)
 
 
 def _num_rows(stored: list[StoredTensor]) -> int:

@@ -52,14 +52,15 @@ def load_model(
     opened = open_model(settings.model)
     spec = opened.spec
     max_context = _max_context(settings, spec)
-    tokenizer = _tokenizer(opened)
-    template = _template(tokenizer)
     opened_s = time.perf_counter() - started
     with ThreadPoolExecutor(2, thread_name_prefix="load") as pool:
-        hashed = pool.submit(opened.weights_hash)
+        tokenizer_made = pool.submit(_tokenizer, opened)
         arena_made = pool.submit(_make_arena, settings, spec, max_context, generation)
+        hashed = pool.submit(opened.weights_hash)
         device, block_bytes = _make_device(settings, opened, max_context, progress)
         arena, model_hash = arena_made.result(), hashed.result()
+        tokenizer = tokenizer_made.result()
+    template = _template(tokenizer)
     if arena.block_bytes != block_bytes:
         raise AssertionError(f"device has blocks of {block_bytes} bytes, arena {arena.block_bytes}")
     device.add_arena(LOCAL_ARENA, arena.buffer)

@@ -52,17 +52,18 @@ async def serve(settings: WorkerSettings, *, on_ready: Callable[[], None] = lamb
     name = WorkerName(WorkerId(settings.worker_id or _default_id(settings)), time.time_ns())
     runtime_dir = settings.runtime_dir or default_runtime_dir()
     runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    link_file = runtime_dir / f"{name.worker_id}.{os.getpid()}.link"
+    arena_file = link_file.with_suffix(".arena")
     context = sockets.context()
     broker = sockets.dealer(context, routing_id_of(name))
     link = sockets.router(context)
     try:
         # Before weights are read: a wrong address must not cost a minute.
-        target = await asyncio.to_thread(sockets.resolve, settings.broker)
-        link_file = runtime_dir / f"{name.worker_id}.{os.getpid()}.link"
+        targets = await asyncio.to_thread(sockets.resolve, settings.broker)
         link_at = sockets.bind(link, settings.link or f"ipc://{link_file}")
         model = await asyncio.to_thread(_load, settings, name)
-        sockets.connect(broker, target)
-        arena_file = runtime_dir / f"{name.worker_id}.{os.getpid()}.arena"
+        for target in targets:
+            sockets.connect(broker, target)
         try:
             await _serve_model(
                 settings,
