@@ -10,6 +10,7 @@ from llmrt.wire.errors import ModelNotFound
 
 if TYPE_CHECKING:
     from llmrt.actor.supervisor import Child, ChildEvent, RestartBudget
+    from llmrt.wire.messages import WorkerRow
 
 
 def broker_child(flags: Mapping[str, object], config: Path | None) -> "Child":
@@ -29,12 +30,42 @@ def check_model(model: Path) -> None:
         raise ModelNotFound(f"no model at {model}: give the path of a GGUF file or folder")
 
 
-class Cluster:
-    """Children under one supervisor. `when_ready` is called once all of them serve."""
+async def wait_until_linked(bind: str, num_prefill: int, *, within_s: float = 10.0) -> bool:
+    """Until every owner knows how to reach all prefill workers; False if that takes too long.
 
-    def __init__(self, children: "Sequence[Child]", when_ready: Callable[[], None]) -> None:
+    Before that an owner computes prompts itself, which is right, but not what was asked for.
+    """
+    import asyncio
+    from contextlib import suppress
+
+    from llmrt.client import AsyncClient
+
+    async with AsyncClient(bind) as client:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                # Other processes change this: only asking again tells.
+                while True:
+                    if are_linked((await client.workers()).workers, num_prefill):
+                        return True
+                    await asyncio.sleep(0.02)
+    return False
+
+
+def are_linked(workers: "Sequence[WorkerRow]", num_prefill: int) -> bool:
+    owners = [row for row in workers if row.role != "prefill"]
+    return len(workers) - len(owners) == num_prefill and all(
+        sum(how in ("shm", "tcp") for how in row.links.values()) == num_prefill for row in owners
+    )
+
+
+class Cluster:
+    """Children under one supervisor. `ready` is set once all of them have served."""
+
+    def __init__(self, children: "Sequence[Child]") -> None:
+        import asyncio
+
+        self.ready = asyncio.Event()
         self._children = children
-        self._when_ready = when_ready
         self._not_ready = {child.name for child in children}
         self.pids: dict[str, int] = {}
 
@@ -60,10 +91,9 @@ class Cluster:
                 log.info("child.started", child=name, pid=pid, num_restarts=num_restarts)
             case Ready():
                 log.info("child.ready", child=name, pid=self.pids[name])
-                was_waiting = bool(self._not_ready)
                 self._not_ready.discard(name)
-                if was_waiting and not self._not_ready:
-                    self._when_ready()
+                if not self._not_ready:
+                    self.ready.set()
             case Exited(_, pid, exit_code, pause_s):
                 log.warning(
                     "child.exited", child=name, pid=pid, exit_code=exit_code, pause_s=pause_s

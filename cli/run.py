@@ -20,6 +20,8 @@ from llmrt.cli.options import (
 )
 from llmrt.workers.settings import WorkerSettings
 
+# One answer needs no more, and making a large arena takes longer than the answer (0.8 s/GB).
+KV_TOKENS = 8192
 _DECIDED_HERE = ("role", "broker", "worker_id", "link", "runtime_dir")
 
 
@@ -39,7 +41,9 @@ def run(
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = given({name: options.pop(name) for name in SAMPLING})
     options["log_level"] = options["log_level"] or "error"
-    check_model(load(WorkerSettings, options, config).model)
+    settings = load(WorkerSettings, options, config)
+    check_model(settings.model)
+    options["kv_tokens"] = settings.kv_tokens or KV_TOKENS
     from tempfile import TemporaryDirectory
 
     from llmrt.actor.log import configure
@@ -75,19 +79,17 @@ async def _answer(
     broker, workers = f"ipc://{folder}/clients", f"ipc://{folder}/workers"
     broker_flags = {"bind": broker, "worker_bind": workers, "log_level": flags["log_level"]}
     worker_flags = {**flags, "broker": workers, "runtime_dir": folder}
-    is_ready = asyncio.Event()
     cluster = Cluster(
         [
             broker_child(broker_flags, config),
             worker_child("both-0", "both", worker_flags, config),
-        ],
-        is_ready.set,
+        ]
     )
 
     async def ask() -> Answer:
         from llmrt.client import AsyncClient
 
-        await is_ready.wait()
+        await cluster.ready.wait()
         async with AsyncClient(broker) as client:
             if is_raw or not await has_chat_template(client):
                 stream = client.stream(text, **sampling)

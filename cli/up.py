@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from llmrt.broker.settings import BrokerSettings
-from llmrt.cli.cluster import Cluster, broker_child, check_model, worker_child
+from llmrt.cli.cluster import Cluster, broker_child, check_model, wait_until_linked, worker_child
 from llmrt.cli.config import load
 from llmrt.cli.options import WORKER_HELP, ConfigOption, JsonOption, with_settings
 from llmrt.wire.errors import ConfigError
@@ -37,6 +37,10 @@ def up(
     asked = {"bind": bind, "worker_bind": worker_bind, "log_level": flags["log_level"]}
     settings = load(BrokerSettings, asked, config)
     check_model(load(WorkerSettings, flags, config).model)
+    import asyncio
+
+    import structlog
+
     from llmrt.actor.log import configure
     from llmrt.actor.runtime import run
     from llmrt.actor.sockets import check_free
@@ -51,11 +55,24 @@ def up(
         *(worker_child(name, role, flags, config) for name, role in workers),
     ]
 
-    def when_ready() -> None:
+    cluster = Cluster(children)
+
+    async def main() -> None:
+        serving = asyncio.create_task(cluster.run())
+        announcing = asyncio.create_task(announce())
+        try:
+            await serving
+        finally:
+            announcing.cancel()
+
+    async def announce() -> None:
+        await cluster.ready.wait()
+        if counts["prefill"] and not await wait_until_linked(ends["bind"], counts["prefill"]):
+            log = structlog.get_logger(__name__)
+            log.warning("cluster.not_linked", remedy="llmrt ps shows which workers have not met")
         print(banner(ends, dict(workers), cluster.pids, as_json=json_output), flush=True)
 
-    cluster = Cluster(children, when_ready)
-    raise typer.Exit(run(cluster.run()))
+    raise typer.Exit(run(main()))
 
 
 def check_counts(both: int, prefill: int, decode: int) -> dict[str, int]:

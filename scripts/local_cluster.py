@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from llmrt.actor.process import PARENT_ENV
+from llmrt.cli.cluster import are_linked
 from llmrt.client import Client
 
 STOP_TIMEOUT_S = 30.0
@@ -28,9 +29,7 @@ class RunningCluster:
 
 
 @contextmanager
-def running_cluster(
-    *flags: str, env: Mapping[str, str] | None = None, linked_within_s: float = 30.0
-) -> Iterator[RunningCluster]:
+def running_cluster(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[RunningCluster]:
     """`llmrt up` with these flags, on free ports, until the block ends, whatever happens in it.
 
     Exits the script if the cluster does not start: the reason is on stderr then.
@@ -55,7 +54,6 @@ def running_cluster(
             cluster = RunningCluster(
                 ready["bind"], ready["worker_bind"], ready["broker_pid"], pids, up
             )
-            wait_until_linked(cluster.bind, linked_within_s)
             yield cluster
         finally:
             stop(up)
@@ -71,17 +69,12 @@ def stop(up: "subprocess.Popen[str]") -> None:
 
 
 def wait_until_linked(bind: str, within_s: float) -> None:
-    """Until every prefill worker has said how it reaches every owner; raises `TimeoutError`."""
+    """Until every living prefill worker and every owner have met; raises `TimeoutError`."""
     deadline = time.monotonic() + within_s
     with Client(bind) as client:
         while True:
             workers = client.workers().workers
-            num_prefill = sum(worker.role == "prefill" for worker in workers)
-            owners = [worker for worker in workers if worker.role != "prefill"]
-            if all(
-                sum(how in ("shm", "tcp") for how in worker.links.values()) == num_prefill
-                for worker in owners
-            ):
+            if are_linked(workers, sum(worker.role == "prefill" for worker in workers)):
                 return
             if time.monotonic() > deadline:
                 links = {worker.worker_id: worker.links for worker in workers}

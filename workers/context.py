@@ -8,7 +8,7 @@ import msgspec
 
 from llmrt.engine.batch import Vocabulary
 from llmrt.engine.scheduler import Scheduler
-from llmrt.wire.envelope import NO_BUDGET, NO_REQUEST, encode_body, encode_header
+from llmrt.wire.envelope import NO_BUDGET, NO_REQUEST, Header, encode_body, encode_header
 from llmrt.wire.ids import NO_ATTEMPT, Attempt, RequestId, WorkerName
 from llmrt.wire.kv import KvContract
 from llmrt.wire.messages import ProcessName
@@ -51,7 +51,7 @@ class CoreSettings:
 
 
 class WorkerContext:
-    """Collects the effects of one event. `now` is the time of that event."""
+    """Collects the effects of one event: `now` is its time, `waited_s` its age at most."""
 
     def __init__(
         self, settings: CoreSettings, scheduler: Scheduler, vocabulary: Vocabulary
@@ -63,7 +63,14 @@ class WorkerContext:
         self.counters: Counter[str] = Counter()
         self.effects: list[Effect] = []
         self.now = 0.0
+        self.waited_s = 0.0
         self._last_sequence_id = 0
+
+    def deadline_of(self, header: Header) -> float | None:
+        """When the budget of a message that has just come runs out."""
+        if header.budget_ms == NO_BUDGET:
+            return None
+        return self.now + header.budget_ms / 1000 - self.waited_s
 
     def new_sequence_id(self) -> int:
         self._last_sequence_id += 1

@@ -56,6 +56,8 @@ class WorkerCore:
         context = self._context
         context.now, context.effects = now, []
         self._take(event)
+        if self._links.has_news and self._state == "registered":
+            self._send_heartbeat()  # whoever waits for the links need not wait for the beat
         self._owned.place()
         self._start_step()
         self._owned.flush()
@@ -85,9 +87,11 @@ class WorkerCore:
         match event:
             case ev.Tick():
                 self._tick()
-            case ev.FromBroker(header, frames):
+            case ev.FromBroker(header, frames, waited_s):
+                self._context.waited_s = waited_s
                 self._message(self._from_broker, header, (header, frames))
-            case ev.FromPeer(sender, header, frames):
+            case ev.FromPeer(sender, header, frames, waited_s):
+                self._context.waited_s = waited_s
                 self._message(self._from_peer, header, (sender, header, frames))
             case ev.Tokenized(request_id, attempt, token_ids, failure):
                 self._owned.tokenized(request_id, attempt, token_ids, failure)
@@ -140,13 +144,17 @@ class WorkerCore:
             return
         self._next_beat = self._context.now + self._context.settings.beat_s
         if self._state == "registered":
-            heartbeat = m.Heartbeat(load=self._load(), holding=self._holding())
-            self._context.send_broker(m.HEARTBEAT, heartbeat)
+            self._send_heartbeat()
         elif self._state == "starting":
             self._register()
         self._offered.beat()
         self._owned.grants.beat()
         self._links.beat()
+
+    def _send_heartbeat(self) -> None:
+        self._links.has_news = False
+        heartbeat = m.Heartbeat(load=self._load(), holding=self._holding())
+        self._context.send_broker(m.HEARTBEAT, heartbeat)
 
     def _start_step(self) -> None:
         batch = self._context.scheduler.schedule()

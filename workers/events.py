@@ -16,19 +16,24 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class FromBroker:
-    """A message of the broker: `frames` are those behind its decoded header."""
+    """A message of the broker: `frames` are those behind its decoded header.
+
+    `waited_s` is how long this process did not run just before: the message may be that old.
+    """
 
     header: Header
     frames: tuple[bytes, ...]
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class FromPeer:
-    """A message over a link; the sender is known by its routing id."""
+    """A message over a link; the sender is known by its routing id. `waited_s` as above."""
 
     sender: WorkerName
     header: Header
     frames: tuple[bytes, ...]
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ class PeerLinks:
         self._links: dict[WorkerName, PeerLink] = {}
         # Hellos that came before the broker's list; bounded by the number of workers.
         self._early: dict[WorkerName, m.PeerHello] = {}
+        self.has_news = False
 
     def listed(self, peers: tuple[m.Peer, ...]) -> list[WorkerName]:
         """Take the broker's list; returns the peers that have just fallen off it."""
@@ -89,6 +90,7 @@ class PeerLinks:
         if link.hello is not None:
             return
         link.hello = hello
+        self.has_news = True
         context = self._context
         link.refusal = contract_mismatch(context.settings.contract, hello.contract)
         if link.refusal is not None:
@@ -106,6 +108,7 @@ class PeerLinks:
 
     def arena_attached(self, owner: WorkerName) -> None:
         if link := self._links.get(owner):
+            self.has_news = True
             link.has_arena = True
             self._context.log("peer.linked", peer=owner.worker_id, transport="shm")
 
@@ -123,12 +126,14 @@ class PeerLinks:
 
     def mapped(self, reader: WorkerName) -> None:
         if link := self._links.get(reader):
+            self.has_news = True
             link.maps_ours = True
             self._context.log("peer.linked", peer=reader.worker_id, transport="shm")
 
     def map_failed(self, sender: WorkerName, reason: str) -> None:
         if link := self._links.get(sender):
             link.cannot_map_ours = reason
+            self.has_news = True
             self._context.log(
                 "peer.map_failed",
                 "warning",

@@ -255,7 +255,6 @@ class OfferedPrefills:
             blocks=blocks if is_grant else array("I"),
             num_cached=offer.num_cached if is_grant else 0,
         )
-        has_budget = header.budget_ms >= 0
         offered = OfferedPrefill(
             owner=sender,
             grant_id=GrantId(offer.grant_id),
@@ -263,7 +262,7 @@ class OfferedPrefills:
             attempt=header.attempt,
             mode=offer.mode,
             sequence=sequence,
-            deadline=context.now + header.budget_ms / 1000 if has_budget else None,
+            deadline=context.deadline_of(header),
             received_at=context.now,
         )
         self._offers[offered.key] = offered

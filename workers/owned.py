@@ -12,22 +12,18 @@ exactly one FINISHED or FAILED.
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from llmrt.engine.batch import Drawn, SequenceId
 from llmrt.engine.detokenizer import Detokenizer
-from llmrt.engine.sequence import Sequence, num_blocks_for
+from llmrt.engine.sequence import Sequence
 from llmrt.wire import messages as m
 from llmrt.wire.arrays import unpack_u32
 from llmrt.wire.envelope import Header, encode_body, encode_header
 from llmrt.wire.errors import (
-    ContextLengthExceeded,
     DeadlineExceeded,
     InternalError,
-    InvalidRequest,
     LlmrtError,
-    OutOfBlocks,
     Overloaded,
     RequestCancelled,
 )
@@ -35,39 +31,16 @@ from llmrt.wire.ids import Attempt, RequestId, WorkerId, WorkerName
 from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.wire.sampling import SamplingParams, check_sampling
 from llmrt.wire.steps import StepRow, encode_step, make_row
+from llmrt.workers.admission import check_token_ids, max_length
 from llmrt.workers.context import WorkerContext
 from llmrt.workers.effects import Log, SendBroker, Tokenize
 from llmrt.workers.extras import encode_extras
 from llmrt.workers.grants import Arrival, OutgoingGrants
 from llmrt.workers.links import PeerLinks
 from llmrt.workers.placement import PlacementCosts, choose_prefill
+from llmrt.workers.request import OwnedRequest
 
 MAX_TOMBSTONES = 4096
-
-
-@dataclass(slots=True, eq=False)
-class OwnedRequest:
-    """One request. Stamps are this worker's seconds, None until they are reached."""
-
-    request_id: RequestId
-    attempt: Attempt
-    kind: str
-    generate: m.Generate
-    deadline: float | None
-    received_at: float
-    named_prefill: WorkerName | None
-    forced: "array[int]"
-    sequence: Sequence | None = None
-    detokenizer: Detokenizer | None = None
-    stage: str = "tokenizing"
-    num_emitted: int = 0
-    tokenized_at: float | None = None
-    started_at: float | None = None
-    first_token_at: float | None = None
-    prefill_stages_ms: dict[str, float] = field(default_factory=dict)
-    prefill_worker: str = ""
-    excluded: set[WorkerName] = field(default_factory=set)
-    add_special: bool = True
 
 
 class OwnedRequests:
@@ -269,7 +242,7 @@ class OwnedRequests:
             attempt=header.attempt,
             kind=route.kind,
             generate=body,
-            deadline=now + header.budget_ms / 1000 if header.budget_ms >= 0 else None,
+            deadline=self._context.deadline_of(header),
             received_at=now,
             named_prefill=named,
             forced=forced,
@@ -282,7 +255,7 @@ class OwnedRequests:
             raise InternalError(f"{settings.name.worker_id} is a prefill worker and owns nothing")
         if request.kind == m.GENERATE:
             check_sampling(request.generate.sampling)
-            self._check_token_ids(request.generate)
+            check_token_ids(settings, request.generate.sampling)
             if len(self._requests) > settings.max_waiting:
                 raise Overloaded(
                     f"{settings.name.worker_id} holds {settings.max_waiting} requests already: "
@@ -302,17 +275,6 @@ class OwnedRequests:
                 )
             )
 
-    def _check_token_ids(self, generate: m.Generate) -> None:
-        vocab_size = self._context.settings.vocab_size
-        for name, ids in (
-            ("logit_bias", generate.sampling.logit_bias),
-            ("stop_token_ids", generate.sampling.stop_token_ids),
-        ):
-            if ids and max(ids) >= vocab_size:
-                raise InvalidRequest(
-                    f"{name} names token {max(ids)}; the vocabulary has ids 0 to {vocab_size - 1}"
-                )
-
     def _queue(self, request: OwnedRequest, prompt: "array[int]") -> None:
         context, params = self._context, request.generate.sampling
         sequence = Sequence(
@@ -321,7 +283,7 @@ class OwnedRequests:
             num_prompt=len(prompt),
             params=params,
             seed=params.seed or 0,
-            max_length=self._max_length(request, prompt),
+            max_length=max_length(context.settings, prompt, params.max_tokens),
             end_token_ids=context.vocabulary.eos_token_ids,
             priority=request.generate.priority,
             order=request.received_at,
@@ -343,35 +305,6 @@ class OwnedRequests:
             self._finish(request, *end)
         else:
             context.scheduler.add(sequence)
-
-    def _max_length(self, request: OwnedRequest, prompt: "array[int]") -> int:
-        settings, wanted = self._context.settings, request.generate.sampling.max_tokens
-        num_prompt, limit = len(prompt), settings.max_context
-        if num_prompt == 0:
-            raise InvalidRequest("the prompt is empty: give at least one token")
-        if max(prompt) >= settings.vocab_size:
-            raise InvalidRequest(
-                f"prompt token {max(prompt)} is unknown; "
-                f"the vocabulary has ids 0 to {settings.vocab_size - 1}"
-            )
-        if num_prompt + (wanted or 1) > limit:
-            raise ContextLengthExceeded(
-                f"the prompt has {num_prompt} tokens and max_tokens is {wanted or 'not set'}; "
-                f"the context holds {limit}: shorten the prompt or lower max_tokens"
-            )
-        arena_tokens = settings.num_blocks * BLOCK_TOKENS
-        if wanted is not None and num_blocks_for(num_prompt + wanted) > settings.num_blocks:
-            raise OutOfBlocks(
-                f"{num_prompt} prompt tokens and max_tokens {wanted} can never fit the KV arena "
-                f"of {arena_tokens} tokens: lower max_tokens, or start the worker with a larger "
-                "--kv-tokens"
-            )
-        if num_prompt >= arena_tokens:
-            raise OutOfBlocks(
-                f"a prompt of {num_prompt} tokens cannot fit the KV arena of {arena_tokens} "
-                "tokens: start the worker with a larger --kv-tokens"
-            )
-        return min(num_prompt + wanted, limit) if wanted else min(limit, arena_tokens)
 
     # -- prompts that are computed elsewhere -------------------------------------------------
 
@@ -470,7 +403,7 @@ class OwnedRequests:
                 completion_tokens=request.num_emitted,
                 cached_tokens=min(sequence.num_cached, sequence.num_prompt),
             ),
-            timings_ms=self._timings_ms(request),
+            timings_ms=request.timings_ms(self._context.now),
             decode_worker=self._context.settings.name.worker_id,
             prefill_worker=request.prefill_worker,
             num_preemptions=sequence.num_preemptions,
@@ -525,17 +458,3 @@ class OwnedRequests:
         self._tombstones[request_id] = attempt
         if len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
-
-    def _timings_ms(self, request: OwnedRequest) -> dict[str, float]:
-        """Stages of the request in milliseconds; they sum to `total`."""
-        now = self._context.now
-        tokenized = request.tokenized_at if request.tokenized_at is not None else now
-        started = request.started_at if request.started_at is not None else now
-        first = request.first_token_at if request.first_token_at is not None else now
-        return {
-            "tokenize": (tokenized - request.received_at) * 1000,
-            "queue": (started - tokenized) * 1000,
-            **request.prefill_stages_ms,
-            "decode": (now - first) * 1000,
-            "total": (now - request.received_at) * 1000,
-        }

@@ -216,7 +216,9 @@ class WorkerShell:
     def _from_broker(self, frames: list[bytes]) -> None:
         try:
             check_frames(frames)
-            event = ev.FromBroker(decode_header(frames[0]), tuple(frames[1:]))
+            header = decode_header(frames[0])
+            waited_s = self._driver.stalled_s()
+            event = ev.FromBroker(header, tuple(frames[1:]), waited_s)
         except ProtocolError as error:
             self._refuse(error)
         else:
@@ -226,7 +228,8 @@ class WorkerShell:
         try:
             check_frames(frames[1:])
             header = decode_header(frames[1])
-            event = ev.FromPeer(name_of(frames[0]), header, tuple(frames[2:]))
+            waited_s = self._driver.stalled_s()
+            event = ev.FromPeer(name_of(frames[0]), header, tuple(frames[2:]), waited_s)
         except ProtocolError as error:
             self._refuse(error)
         else:

@@ -9,7 +9,7 @@ from llmrt.engine.batch import Drawn, StepResult
 from llmrt.simulation.content import EOS_TOKEN_ID
 from llmrt.wire import messages as m
 from llmrt.wire.arrays import pack_u32
-from llmrt.wire.envelope import encode_body
+from llmrt.wire.envelope import Header, encode_body
 from llmrt.wire.errors import InternalError
 from llmrt.wire.ids import Attempt, RequestId
 from llmrt.wire.sampling import SamplingParams
@@ -301,6 +301,18 @@ def test_a_deadline_ends_a_request_in_any_stage(make_worker: Any) -> None:
     bench.tick(0.6)
     assert bench.failure().code == "deadline_exceeded"
     assert bench.core.next_deadline() > bench.now
+
+
+def test_a_message_that_waited_while_the_process_stood_still_has_less_time(
+    make_worker: Any,
+) -> None:
+    bench = make_worker()
+    body = encode_body(m.Generate(prompt_kind="tokens", sampling=SamplingParams()))
+    frames = (encode_body(m.Route()), body, pack_u32(TEN))
+    header = Header(m.DISPATCH, (1).to_bytes(16, "big"), 1, 1, budget_ms=5000)
+    bench.handle(ev.FromBroker(header, frames, waited_s=4.5))
+    bench.tick(0.6)
+    assert bench.failure().code == "deadline_exceeded"
 
 
 def test_a_failed_row_ends_its_own_request_only(make_worker: Any) -> None:

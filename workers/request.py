@@ -1,0 +1,47 @@
+"""One request that a worker owns: what it asked for, where it is, and when it got there."""
+
+from array import array
+from dataclasses import dataclass, field
+
+from llmrt.engine.detokenizer import Detokenizer
+from llmrt.engine.sequence import Sequence
+from llmrt.wire import messages as m
+from llmrt.wire.ids import Attempt, RequestId, WorkerName
+
+
+@dataclass(slots=True, eq=False)
+class OwnedRequest:
+    """One request. Stamps are this worker's seconds, None until they are reached."""
+
+    request_id: RequestId
+    attempt: Attempt
+    kind: str
+    generate: m.Generate
+    deadline: float | None
+    received_at: float
+    named_prefill: WorkerName | None
+    forced: "array[int]"
+    sequence: Sequence | None = None
+    detokenizer: Detokenizer | None = None
+    stage: str = "tokenizing"
+    num_emitted: int = 0
+    tokenized_at: float | None = None
+    started_at: float | None = None
+    first_token_at: float | None = None
+    prefill_stages_ms: dict[str, float] = field(default_factory=dict)
+    prefill_worker: str = ""
+    excluded: set[WorkerName] = field(default_factory=set)
+    add_special: bool = True
+
+    def timings_ms(self, now: float) -> dict[str, float]:
+        """Stages of the request in milliseconds; they sum to `total`."""
+        tokenized = self.tokenized_at if self.tokenized_at is not None else now
+        started = self.started_at if self.started_at is not None else now
+        first = self.first_token_at if self.first_token_at is not None else now
+        return {
+            "tokenize": (tokenized - self.received_at) * 1000,
+            "queue": (started - tokenized) * 1000,
+            **self.prefill_stages_ms,
+            "decode": (now - first) * 1000,
+            "total": (now - self.received_at) * 1000,
+        }
