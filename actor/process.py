@@ -30,11 +30,6 @@ def this_process() -> ProcessName:
     )
 
 
-def is_same_host(a: ProcessName, b: ProcessName) -> bool:
-    """Whether the two can see each other: same boot of one kernel, same pid namespace."""
-    return (a.boot_id, a.pid_namespace) == (b.boot_id, b.pid_namespace)
-
-
 class Watch:
     """A running watch. `close` ends it without a call; after the call it is closed."""
 
@@ -66,7 +61,7 @@ def watch_process(name: ProcessName, on_dead: Callable[[], None]) -> Watch | Non
 
     Soon, if it is dead already. None if it lives where this process cannot see it.
     """
-    if not is_same_host(name, this_process()):
+    if not name.is_on_host_of(this_process()):
         return None
     try:
         pidfd = os.pidfd_open(name.pid)

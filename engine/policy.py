@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from llmrt.engine.sequence import Sequence, num_blocks_for
+from llmrt.engine.sequence import Sequence
+from llmrt.kvtransfer.layout import blocks_for
 
 
 def prefill_order(prefilling: Seq[Sequence]) -> list[Sequence]:
@@ -27,6 +28,6 @@ def growth_reserve(running: Iterable[Sequence]) -> int:
         return 0
     horizon = min(sequence.max_length - len(sequence.token_ids) for sequence in sequences)
     return sum(
-        max(0, num_blocks_for(len(sequence.token_ids) + horizon) - len(sequence.blocks))
+        max(0, blocks_for(len(sequence.token_ids) + horizon) - len(sequence.blocks))
         for sequence in sequences
     )

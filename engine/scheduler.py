@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 from llmrt.engine import policy
 from llmrt.engine.batch import LOCAL_ARENA, Batch, Drawn, Row, SequenceId, StepResult
-from llmrt.engine.sequence import Sequence, num_blocks_for
+from llmrt.engine.sequence import Sequence
 from llmrt.kvtransfer.block_hash import hash_blocks
+from llmrt.kvtransfer.layout import blocks_for
 from llmrt.kvtransfer.ledger import Ledger
 from llmrt.wire.ids import BlockId
 from llmrt.wire.kv import BLOCK_TOKENS
@@ -235,7 +236,7 @@ class Scheduler:
         """Give a waiting sequence blocks for its whole length, the cached prefix included."""
         if sequence.arena == LOCAL_ARENA:
             hashes = self.prefix_hashes(sequence)
-            needed = num_blocks_for(len(sequence.token_ids))
+            needed = blocks_for(len(sequence.token_ids))
             prefix = self.ledger.take_prefix(hashes)
             missing = needed - len(prefix)
             blocks = self.ledger.allocate(missing) if self.has_room(missing) else None

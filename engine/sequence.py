@@ -4,7 +4,6 @@ from array import array
 from dataclasses import dataclass, field
 
 from llmrt.engine.batch import LOCAL_ARENA, ArenaId, SampleSpec, SequenceId
-from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.wire.sampling import SamplingParams
 
 
@@ -74,7 +73,3 @@ class Sequence:
         if self.num_generated < self.params.min_tokens:
             return self.end_token_ids | frozenset(self.params.stop_token_ids)
         return frozenset()
-
-
-def num_blocks_for(num_tokens: int) -> int:
-    return -(-num_tokens // BLOCK_TOKENS)

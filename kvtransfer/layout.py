@@ -2,17 +2,12 @@
 
 from collections.abc import Iterable
 
-from llmrt.wire.kv import BLOCK_TOKENS, KvContract
+from llmrt.wire.kv import BLOCK_TOKENS
 
 
 def blocks_for(num_tokens: int) -> int:
     """How many blocks `num_tokens` tokens take; the last one may be partly filled."""
     return -(-num_tokens // BLOCK_TOKENS)
-
-
-def arena_bytes(contract: KvContract, num_tokens: int) -> int:
-    """Bytes of the smallest arena that holds `num_tokens` tokens of one sequence."""
-    return blocks_for(num_tokens) * contract.block_bytes
 
 
 def coalesce(blocks: Iterable[int]) -> list[tuple[int, int]]:

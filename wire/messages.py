@@ -71,6 +71,10 @@ class ProcessName(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     start_ticks: int
 
+    def is_on_host_of(self, other: "ProcessName") -> bool:
+        """Whether the two can share memory and see each other die: one kernel, one namespace."""
+        return (self.boot_id, self.pid_namespace) == (other.boot_id, other.pid_namespace)
+
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     broker_epoch: int

@@ -2,7 +2,7 @@
 
 from array import array
 
-from llmrt.engine.sequence import num_blocks_for
+from llmrt.kvtransfer.layout import blocks_for
 from llmrt.wire.errors import ContextLengthExceeded, InvalidRequest, OutOfBlocks
 from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.wire.sampling import SamplingParams
@@ -39,7 +39,7 @@ def max_length(settings: CoreSettings, prompt: "array[int]", max_tokens: int | N
             f"the context holds {limit}: shorten the prompt or lower max_tokens"
         )
     arena_tokens = settings.num_blocks * BLOCK_TOKENS
-    if num_blocks_for(num_prompt + (max_tokens or 1)) > settings.num_blocks:
+    if blocks_for(num_prompt + (max_tokens or 1)) > settings.num_blocks:
         raise OutOfBlocks(
             f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens or 'not set'}; the "
             f"KV arena holds {arena_tokens}: lower them, or start the worker with a larger "

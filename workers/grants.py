@@ -16,7 +16,8 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from llmrt.engine.sequence import Sequence, num_blocks_for
+from llmrt.engine.sequence import Sequence
+from llmrt.kvtransfer.layout import blocks_for
 from llmrt.kvtransfer.ledger import Grant
 from llmrt.wire import messages as m
 from llmrt.wire.arrays import pack_u32, unpack_u32
@@ -104,7 +105,7 @@ class OutgoingGrants:
         mode = self._links.mode_to(peer)
         assert mode is not None
         prefix = ledger.take_prefix(context.scheduler.prefix_hashes(sequence))
-        missing = num_blocks_for(len(sequence.token_ids)) - len(prefix)
+        missing = blocks_for(len(sequence.token_ids)) - len(prefix)
         writer = peer if mode == GRANT else context.settings.name
         has_room = context.scheduler.has_room(missing)
         grant = ledger.grant(writer, missing, prefix) if has_room else None

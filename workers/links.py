@@ -223,6 +223,5 @@ class PeerLinks:
         return role == "prefill"
 
     def _wants_mapping(self, hello: m.PeerHello) -> bool:
-        ours, theirs = self._context.settings.process, hello.process
-        is_same_host = ours.boot_id == theirs.boot_id
-        return self._context.settings.transfer != "tcp" and is_same_host
+        settings = self._context.settings
+        return settings.transfer != "tcp" and settings.process.is_on_host_of(hello.process)

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llmrt.engine.batch import LOCAL_ARENA, ArenaId, Drawn, SequenceId
-from llmrt.engine.sequence import Sequence, num_blocks_for
+from llmrt.engine.sequence import Sequence
+from llmrt.kvtransfer.layout import blocks_for
 from llmrt.wire import messages as m
 from llmrt.wire.arrays import pack_u32, unpack_u32
 from llmrt.wire.envelope import Header
@@ -88,7 +89,7 @@ class OfferedPrefills:
             self._stopped(sender, offer.grant_id, header, refusal)
             return
         tokens, blocks = unpack_u32(raw_tokens), unpack_u32(raw_blocks)
-        if not tokens or (offer.mode == GRANT and len(blocks) < num_blocks_for(len(tokens))):
+        if not tokens or (offer.mode == GRANT and len(blocks) < blocks_for(len(tokens))):
             self._stopped(sender, offer.grant_id, header, "offer does not cover its prompt")
             return
         self._take(sender, header, offer, tokens, blocks)
@@ -278,7 +279,7 @@ class OfferedPrefills:
             offered.lease_id = context.ledger.lease(offered.owner, blocks, expires_at)
         is_last = sequence.num_computed >= offered.sequence.max_length - 1
         num_computed = sequence.num_computed
-        complete = num_blocks_for(num_computed) if is_last else num_computed // BLOCK_TOKENS
+        complete = blocks_for(num_computed) if is_last else num_computed // BLOCK_TOKENS
         if complete > offered.num_announced:
             chunk = m.Chunk(
                 grant_id=offered.grant_id,

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from llmrt.actor.process import PARENT_ENV, is_same_host, this_process, watch_process
+from llmrt.actor.process import PARENT_ENV, this_process, watch_process
 from llmrt.wire.messages import ProcessName
 
 pytestmark = pytest.mark.integration
@@ -48,9 +48,9 @@ def test_this_process_is_the_same_each_time_and_another_in_a_child() -> None:
 
 def test_processes_of_another_boot_or_namespace_are_not_on_the_same_host() -> None:
     me = this_process()
-    assert is_same_host(me, msgspec.structs.replace(me, pid=1))
-    assert not is_same_host(me, msgspec.structs.replace(me, boot_id="other"))
-    assert not is_same_host(me, msgspec.structs.replace(me, pid_namespace="other"))
+    assert me.is_on_host_of(msgspec.structs.replace(me, pid=1))
+    assert not me.is_on_host_of(msgspec.structs.replace(me, boot_id="other"))
+    assert not me.is_on_host_of(msgspec.structs.replace(me, pid_namespace="other"))
 
 
 def test_death_is_reported_once() -> None:

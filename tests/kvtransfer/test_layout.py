@@ -3,30 +3,11 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmrt.kvtransfer.layout import arena_bytes, block_views, blocks_for, coalesce
-from llmrt.wire.kv import KvContract
+from llmrt.kvtransfer.layout import block_views, blocks_for, coalesce
 
 
 def test_tokens_round_up_to_blocks() -> None:
     assert [blocks_for(n) for n in (0, 1, 31, 32, 33, 64, 65)] == [0, 1, 1, 1, 2, 2, 3]
-
-
-def test_an_arena_holds_whole_blocks() -> None:
-    contract = KvContract(
-        model_hash="m",
-        tokenizer_hash="t",
-        kv_dtype="bf16",
-        block_tokens=32,
-        layout="block",
-        num_layers=30,
-        num_kv_heads=3,
-        head_dim=64,
-        rope="r",
-        sharding="1",
-        protocol="1",
-        numerics_id="n",
-    )
-    assert arena_bytes(contract, 33) == 2 * contract.block_bytes == 2 * 737_280
 
 
 def test_neighbours_make_one_run_in_the_order_given() -> None:
