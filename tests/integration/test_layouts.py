@@ -1,5 +1,9 @@
 """The same text in every layout: colocated, split in place, split over TCP."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from local_cluster import RunningCluster
 
@@ -7,6 +11,7 @@ from llmrt.client import Client
 from llmrt.client.requests import Options
 
 pytestmark = pytest.mark.integration
+ROOT = Path(__file__).parents[2]
 
 PROMPTS = [
     "a",
@@ -41,6 +46,14 @@ def test_split_gives_the_text_of_colocated(
     assert answers(split) == expected
     assert answers(split_tcp) == expected
     assert answers(split) == expected  # and with warm caches
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_200_prompts_of_the_real_model_have_one_text(smollm2_path: Path) -> None:
+    """Colocated, split in place and split over TCP, each prompt alone and cold."""
+    check = [sys.executable, str(ROOT / "scripts/check_layouts"), str(smollm2_path)]
+    subprocess.run(check, check=True)
 
 
 def test_split_names_who_computed_what(split: RunningCluster) -> None:
