@@ -81,11 +81,12 @@ class Session:
             if self._channel is not None:
                 return
             # A name lookup may block.
-            target = await asyncio.to_thread(sockets.resolve, self._core.endpoint)
+            targets = await asyncio.to_thread(sockets.resolve, self._core.endpoint)
             if self._is_closed:
                 raise _closed()
             socket = sockets.dealer(self._context, secrets.token_bytes(SESSION_BYTES))
-            sockets.connect(socket, target)
+            for target in targets:
+                sockets.connect(socket, target)
             self._channel = Channel(socket, self._on_message, self._on_unsent)
 
     @property

@@ -28,6 +28,11 @@ def growth_reserve(running: Iterable[Sequence]) -> int:
         return 0
     horizon = min(sequence.max_length - len(sequence.token_ids) for sequence in sequences)
     return sum(
-        max(0, blocks_for(len(sequence.token_ids) + horizon) - len(sequence.blocks))
+        max(0, blocks_for(len(sequence.token_ids) + horizon) - _num_blocks(sequence))
         for sequence in sequences
     )
+
+
+def _num_blocks(sequence: Sequence) -> int:
+    """What it has, or what is granted for it."""
+    return max(len(sequence.blocks), sequence.num_parked)

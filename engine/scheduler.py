@@ -59,28 +59,41 @@ class Scheduler:
     # -- sequences come and go ---------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; its blocks, if it has any, lie in another worker's arena."""
+        """Queue a sequence; its blocks, if it has any, lie in another worker's arena.
+
+        It starts here once it `is_placed`; until then it may be parked.
+        """
         self.waiting[sequence.sequence_id] = sequence
 
-    def next_waiting(self) -> Sequence | None:
-        return min(self.waiting.values(), key=lambda s: s.sort_key, default=None)
+    def unplaced(self) -> list[Sequence]:
+        """Waiting sequences whose place is not decided, first come first."""
+        unplaced = [s for s in self.waiting.values() if not s.is_placed]
+        return sorted(unplaced, key=lambda s: s.sort_key)
 
-    def park(self, sequence: Sequence) -> None:
+    def park(self, sequence: Sequence, num_blocks: int) -> None:
         """Take a waiting sequence out while its prompt is computed elsewhere."""
         del self.waiting[sequence.sequence_id]
+        sequence.num_parked = num_blocks
         self.parked[sequence.sequence_id] = sequence
 
     def unpark(self, sequence: Sequence) -> None:
         """Its prompt will not be computed elsewhere: wait again, without blocks."""
         del self.parked[sequence.sequence_id]
+        sequence.num_parked = 0
         self.waiting[sequence.sequence_id] = sequence
 
-    def join(self, sequence: Sequence, blocks: list[BlockId], token_id: int) -> None:
-        """A parked sequence runs: `blocks` hold the KV of all its tokens, `token_id` is next."""
+    def join(
+        self, sequence: Sequence, blocks: list[BlockId], token_id: int, *, num_sealed: int
+    ) -> None:
+        """A parked sequence runs: `blocks` hold the KV of all its tokens, `token_id` is next.
+
+        The first `num_sealed` blocks were taken from the prefix cache.
+        """
         del self.parked[sequence.sequence_id]
+        sequence.num_parked = 0
         sequence.blocks = array("I", blocks)
         sequence.num_computed = len(sequence.token_ids)
-        sequence.num_sealed = sequence.num_cached // BLOCK_TOKENS
+        sequence.num_sealed = num_sealed
         self.running[sequence.sequence_id] = sequence
         self._seal(sequence)
         sequence.token_ids.append(token_id)
@@ -206,6 +219,7 @@ class Scheduler:
         del self.running[sequence.sequence_id]
         self._release(sequence)
         sequence.num_preemptions += 1
+        sequence.is_placed = False
         self.waiting[sequence.sequence_id] = sequence
 
     def _prefill_rows(self, budget: int) -> list[Row]:
@@ -227,9 +241,9 @@ class Scheduler:
         return min(grid - sequence.num_computed % grid, sequence.num_pending)
 
     def _admit(self) -> None:
-        while self.has_slot():
-            sequence = self.next_waiting()
-            if sequence is None or not self._start(sequence):
+        placed = [s for s in self.waiting.values() if s.is_placed]
+        for sequence in sorted(placed, key=lambda s: s.sort_key):
+            if not self.has_slot() or not self._start(sequence):
                 return
 
     def _start(self, sequence: Sequence) -> bool:
@@ -249,7 +263,7 @@ class Scheduler:
             if sequence.num_preemptions == 0:
                 sequence.num_cached = sequence.num_computed
         else:
-            sequence.num_computed = sequence.num_cached
+            sequence.num_computed = sequence.num_given
         del self.waiting[sequence.sequence_id]
         self.running[sequence.sequence_id] = sequence
         return True

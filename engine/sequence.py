@@ -13,8 +13,11 @@ class Sequence:
 
     `token_ids` is the prompt (the first `num_prompt`) and what was generated. KV of the first
     `num_computed` of them is in `blocks` of `arena`; blocks of another worker's arena are given,
-    never allocated here. The first `num_sealed` blocks are in the prefix cache. `max_length`
-    bounds `token_ids`. `order` sorts sequences of one priority, oldest first.
+    never allocated here, and hold the KV of the first `num_given` tokens from the start. The first
+    `num_sealed` blocks are in the prefix cache. `num_cached` prompt tokens were found there when
+    the sequence first ran; it is told to the user, and nothing is decided by it. A waiting sequence
+    starts here once `is_placed`; while it is parked, `num_parked` blocks are granted for it.
+    `max_length` bounds `token_ids`. `order` sorts sequences of one priority, oldest first.
     """
 
     sequence_id: SequenceId
@@ -29,8 +32,11 @@ class Sequence:
     arena: ArenaId = LOCAL_ARENA
     blocks: "array[int]" = field(default_factory=lambda: array("I"))
     num_computed: int = 0
+    num_given: int = 0
     num_cached: int = 0
     num_sealed: int = 0
+    num_parked: int = 0
+    is_placed: bool = False
     block_hashes: list[bytes] = field(default_factory=list)
     in_step: bool = False
     is_removed: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmrt.broker.settings import BrokerSettings
-from llmrt.simulation.content import expected_tokens
+from llmrt.simulation.content import expected_tokens, text_of
 from llmrt.simulation.processes import Outcome, Process, SimBroker, SimClient, SimWorker
 from llmrt.simulation.world import Faults, World
 from llmrt.wire import messages as m
@@ -168,6 +168,7 @@ class Cluster:
                     counts[self._assert_outcome(outcome)] += 1
         for worker in [*self.workers.values(), *self.graveyard]:
             assert not worker.arena.violations, worker.arena.violations
+            assert not worker.arena.num_broken, f"{worker.name} holds or held broken chains"
         return counts
 
     def _assert_outcome(self, outcome: Outcome) -> str:
@@ -181,6 +182,7 @@ class Cluster:
             return end.error_code
         assert isinstance(end, m.Finished)
         assert outcome.tokens == expected, "a stream finished before its end"
+        assert outcome.text == text_of(expected), "the text is not that of the tokens"
         assert end.usage.completion_tokens == len(expected)
         assert end.usage.prompt_tokens == len(outcome.prompt)
         return end.finish_reason

@@ -1,8 +1,9 @@
 """Arenas with content, and a device whose next token is a function of what the blocks hold.
 
-A slot holds a running hash of all tokens up to its position. A device reads the hash before its
-first new token from the block, not from the sequence; so a block that is partial, stale, foreign
-or written twice changes every token after it, and the text tells.
+A slot holds a running hash of all tokens up to its position, and the one before it. A device walks
+the whole chain of slots before its first new token, as attention reads all of them, and takes the
+hash from there, not from the sequence; so a block that is partial, stale, foreign or missing breaks
+the chain, which changes every token after it, and the text tells.
 """
 
 from array import array
@@ -73,9 +74,19 @@ def expected_tokens(prompt: "array[int]", params: SamplingParams, max_context: i
     return tokens
 
 
+Slot = tuple[bytes, bytes]
+BROKEN = b"broken"
+
+
+def text_of(tokens: list[int]) -> str:
+    """What a reader of these tokens sees."""
+    words = SimVocabulary().token_bytes
+    return b"".join(words[token_id] for token_id in tokens).decode()
+
+
 @dataclass(slots=True)
 class SimArena:
-    """`slots[block][offset]` is the hash at that position, None before the first write.
+    """`slots[block][offset]` is (hash before, hash at that position), None before the first write.
 
     `ledger` is its owner's: each write is held against the state of its block.
     """
@@ -83,24 +94,33 @@ class SimArena:
     name: str
     generation: int
     ledger: Ledger
-    slots: list[list[bytes | None]] = field(init=False)
+    slots: list[list[Slot | None]] = field(init=False)
     violations: list[str] = field(default_factory=list)
+    num_broken: int = 0
 
     def __post_init__(self) -> None:
         self.slots = [[None] * BLOCK_TOKENS for _ in range(self.ledger.num_blocks)]
 
-    def read(self, blocks: "array[int]", position: int) -> bytes | None:
-        return self.slots[blocks[position // BLOCK_TOKENS]][position % BLOCK_TOKENS]
+    def read(self, blocks: "array[int]", end: int) -> bytes:
+        """The hash of all tokens before `end`; `BROKEN` if the slots do not form one chain."""
+        digest = EMPTY
+        for position in range(end):
+            slot = self.slots[blocks[position // BLOCK_TOKENS]][position % BLOCK_TOKENS]
+            if slot is None or slot[0] != digest:
+                self.num_broken += 1
+                return BROKEN
+            digest = slot[1]
+        return digest
 
-    def write(self, writer: str, blocks: "array[int]", position: int, digest: bytes | None) -> None:
+    def write(self, writer: str, blocks: "array[int]", position: int, slot: Slot) -> None:
         block = blocks[position // BLOCK_TOKENS]
         state = self.ledger.state_of(BlockId(block))
         allowed = ("held",) if writer == self.name else ("granted", "quarantined")
         if state not in allowed:
             self.violations.append(f"{writer} wrote into {state} block {block} of {self.name}")
-        self.slots[block][position % BLOCK_TOKENS] = digest
+        self.slots[block][position % BLOCK_TOKENS] = slot
 
-    def copy_in(self, block: int, content: list[bytes | None]) -> None:
+    def copy_in(self, block: int, content: list[Slot | None]) -> None:
         """What a read under a lease brings into a block that its owner granted to itself."""
         state = self.ledger.state_of(BlockId(block))
         if state != "granted":
@@ -122,23 +142,20 @@ class SimDevice:
         drawn: list[Drawn] = []
         for row in batch.rows:
             digest, num_slots = self._compute(row, num_slots)
-            if row.sample is not None and digest is not None:
+            if row.sample is not None:
                 sample = row.sample
                 token_id = next_token(digest, sample.seed, sample.position, sample.banned)
                 drawn.append(Drawn(SequenceId(row.sequence_id), token_id))
-            elif row.sample is not None:
-                # Nonsense on purpose: the text must tell that a block was not what it should be.
-                drawn.append(Drawn(SequenceId(row.sequence_id), VOCAB_SIZE - 1))
         return StepResult(batch.step_id, tuple(drawn), 0.0)
 
-    def _compute(self, row: Row, num_slots: int | None) -> tuple[bytes | None, int | None]:
+    def _compute(self, row: Row, num_slots: int | None) -> tuple[bytes, int | None]:
         arena = self.arenas[row.arena]
-        digest = arena.read(row.blocks, row.start - 1) if row.start else EMPTY
+        digest = arena.read(row.blocks, row.start)
         for i, token_id in enumerate(row.token_ids):
             if num_slots is not None:
                 if num_slots == 0:
                     return digest, 0
                 num_slots -= 1
-            digest = None if digest is None else fold(digest, token_id)
-            arena.write(self.name, row.blocks, row.start + i, digest)
+            before, digest = digest, fold(digest, token_id)
+            arena.write(self.name, row.blocks, row.start + i, (before, digest))
         return digest, num_slots

@@ -25,6 +25,14 @@ def smollm2_path() -> Path:
     return Path(done.stdout.strip())
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_runtime_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers of these tests meet where those of other runs on this machine do not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("xdg")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
     """An integration test leaves no process, shared memory, socket file or descriptor behind."""
@@ -68,13 +76,10 @@ class _Belongings:
 def _abandoned_files() -> Iterator[Path]:
     """Our shared memory, and what dead workers left in the folder where workers meet.
 
-    Other runs on this machine share that folder, so files of living processes do not count. A
-    test that kills a worker gives it a folder of its own.
+    A test that kills a worker gives it a folder of its own.
     """
     yield from Path("/dev/shm").glob("llmrt*")
-    shared = Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp"))
-    for folder in (shared / "llmrt", Path(f"/tmp/llmrt-{os.getuid()}")):
-        for path in folder.glob("*.*.*"):
-            pid = path.name.split(".")[-2]
-            if pid.isdigit() and not psutil.pid_exists(int(pid)):
-                yield path
+    for path in (Path(os.environ["XDG_RUNTIME_DIR"]) / "llmrt").glob("*.*.*"):
+        pid = path.name.split(".")[-2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            yield path

@@ -29,7 +29,8 @@ A code is part of the protocol: it never changes its meaning, and a code that th
 not know becomes a plain `RemoteError` that keeps it.
 """
 
-from typing import ClassVar
+import reprlib
+from typing import Any, ClassVar
 
 
 class LlmrtError(Exception):
@@ -191,3 +192,30 @@ ERROR_BY_CODE: dict[str, type[LlmrtError]] = {cls.code: cls for cls in _tree(Llm
 def error_from_code(code: str, message: str) -> LlmrtError:
     """The exception for a code that came over the wire."""
     return ERROR_BY_CODE.get(code, RemoteError)(message, code=code)
+
+
+MAX_SHOWN = 80
+
+
+class _ShortRepr(reprlib.Repr):
+    """Never makes the whole text of a large value, and never fails on one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = MAX_SHOWN
+
+    def repr_int(self, x: int, level: int) -> str:
+        # CPython refuses to print integers of thousands of digits.
+        return repr(x) if x.bit_length() <= 256 else f"<int of {x.bit_length()} bits>"
+
+    def repr_bytes(self, x: Any, level: int) -> str:
+        return repr(x[:MAX_SHOWN])
+
+
+_SHORT_REPR = _ShortRepr()
+
+
+def shown(value: object) -> str:
+    """A value for a message, in at most 80 characters, whatever its size."""
+    text = _SHORT_REPR.repr(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

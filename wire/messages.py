@@ -42,6 +42,7 @@ PEERS = "peers"  # Peers
 # worker -> worker
 PEER_HELLO = "peer_hello"  # PeerHello
 OFFER = "offer"  # Offer, raw token ids, raw block numbers
+OFFER_HELD = "offer_held"  # GrantRef; at once, and every beat while it is held
 WITHDRAW = "withdraw"  # GrantRef
 STOPPED = "stopped"  # Stopped
 COMMIT = "commit"  # Commit
@@ -270,7 +271,10 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PeerHello(msgspec.Struct, frozen=True, kw_only=True):
-    """First message on a link, both ways. `bulk` is where the sender's arena can be read."""
+    """First message on a link, both ways. `bulk` is where the sender's arena can be read.
+
+    One that is no answer and comes again is answered: the first answer was lost.
+    """
 
     worker_id: str
     epoch: int
@@ -280,20 +284,21 @@ class PeerHello(msgspec.Struct, frozen=True, kw_only=True):
     bulk: str
     contract: KvContract
     process: ProcessName
+    is_answer: bool = False
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """D asks P to prefill. Raw frames: all token ids; D's blocks for all of them.
 
     `mode` is grant (P writes into D's arena in place) or lease (P computes in its own arena).
-    The first `num_cached` tokens are in D's blocks already (mode grant only). `num_prompt`
+    The first `num_given` tokens are in D's blocks already (mode grant only). `num_prompt`
     tells prompt from tokens generated before, for penalties.
     """
 
     grant_id: int
     arena_generation: int
     mode: str
-    num_cached: int
+    num_given: int
     num_prompt: int
     sampling: SamplingParams
     seed: int
@@ -320,7 +325,6 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     grant_id: int
     token_id: int
-    num_computed: int
     num_cached: int
     queue_ms: float
     prefill_ms: float
@@ -335,7 +339,6 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: int
     arena_generation: int
     first_block: int
-    is_last: bool
 
 
 class LeaseRef(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ import math
 
 import msgspec
 
-from llmrt.wire.errors import InvalidRequest
+from llmrt.wire.errors import InvalidRequest, shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
@@ -67,7 +67,7 @@ def check_sampling(params: SamplingParams) -> None:
     for text in params.stop:
         if not text:
             raise InvalidRequest("stop holds an empty string: leave it out, or give its text")
-        if len(text.encode(errors="surrogatepass")) > MAX_STOP_BYTES:
+        if len(text[: MAX_STOP_BYTES + 1].encode(errors="surrogatepass")) > MAX_STOP_BYTES:
             raise InvalidRequest(
                 f"a stop string of {len(text)} characters is too long: "
                 f"at most {MAX_STOP_BYTES} bytes are allowed"
@@ -82,7 +82,9 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidRequest(f"{name} is {value!r}: a whole number from {low} to {high} is needed")
+        raise InvalidRequest(
+            f"{name} is {shown(value)}: a whole number from {low} to {high} is needed"
+        )
 
 
 def _number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> None:
@@ -91,7 +93,9 @@ def _number(name: str, value: object, low: float, high: float, *, above_low: boo
         if in_range:
             return
     bound = "above" if above_low else "from"
-    raise InvalidRequest(f"{name} is {value!r}: a number {bound} {low:g} to {high:g} is needed")
+    raise InvalidRequest(
+        f"{name} is {shown(value)}: a number {bound} {low:g} to {high:g} is needed"
+    )
 
 
 def _count(name: str, values: "tuple[object, ...] | dict[int, float]", most: int) -> None:

@@ -104,8 +104,8 @@ class WorkerCore:
             case ev.ArenaRefused(owner, reason):
                 self._links.arena_refused(owner, reason)
             case ev.ArenaLost(owner):
-                self._offered.owner_lost(owner)
-                self._links.arena_lost(owner)
+                # An owner hangs up at its end only.
+                self._peer_died(owner)
             case ev.ArenaMapped(reader):
                 self._links.mapped(reader)
             case ev.MapperDied(reader):
@@ -150,6 +150,9 @@ class WorkerCore:
         self._offered.beat()
         self._owned.grants.beat()
         self._links.beat()
+        for name in self._links.long_gone():
+            if not self._owned.grants.uses(name) and not self._offered.uses(name):
+                self._links.forget(name)
 
     def _send_heartbeat(self) -> None:
         self._links.has_news = False
@@ -272,6 +275,7 @@ class WorkerCore:
             m.LEASE_CONFIRM: with_body(m.LeaseRef, offered.lease_confirm),
             m.LEASE_RENEW: with_body(m.LeaseRef, lambda s, h, b: offered.lease_renew(s, b)),
             m.LEASE_RELEASE: with_body(m.LeaseRef, lambda s, h, b: offered.lease_release(s, b)),
+            m.OFFER_HELD: with_body(m.GrantRef, lambda s, h, b: grants.held(s, b.grant_id)),
             m.STOPPED: with_body(
                 m.Stopped, lambda s, h, b: grants.stopped(s, b.grant_id, b.reason)
             ),

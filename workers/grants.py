@@ -3,7 +3,8 @@
 One record per grant, which may outlive its request. `mode` grant: P writes into our blocks.
 `mode` lease: P computes in its own arena, and we read its blocks into ours.
 
-    offered    OFFER sent, again every beat until an answer
+    offered    OFFER sent, again every beat until P says that it holds it
+    held       P says so every beat; silent for `SILENCE_S`, it is given up and avoided
     reading    (lease) chunks come and are read
     confirming (lease) all is read; P is asked whether the lease still holds
     ending     not wanted any more: WITHDRAW every beat until STOPPED or COMMIT
@@ -27,6 +28,9 @@ from llmrt.workers.context import WorkerContext
 from llmrt.workers.effects import ReadBlocks
 from llmrt.workers.links import GRANT, PeerLinks
 
+# Beats of P that may be lost in a row; much less than the deadline of any request.
+SILENCE_S = 5.0
+
 
 @dataclass(slots=True, eq=False)
 class OpenGrant:
@@ -42,7 +46,8 @@ class OpenGrant:
     offer: m.Offer
     raw: list[bytes]
     offered_at: float
-    is_answered: bool = False
+    heard_at: float
+    is_held: bool = False
     is_ending: bool = False
     commit: m.Commit | None = None
     committed_at: float = 0.0
@@ -63,6 +68,7 @@ class Arrival:
 
     sequence: Sequence
     blocks: list[BlockId]
+    num_sealed: int
     commit: m.Commit
     offered_at: float
     committed_at: float
@@ -114,7 +120,7 @@ class OutgoingGrants:
             return False
         if sequence.num_preemptions == 0:
             sequence.num_cached = len(prefix) * BLOCK_TOKENS
-        context.scheduler.park(sequence)
+        context.scheduler.park(sequence, len(grant.all_blocks))
         opened = OpenGrant(
             grant=grant,
             peer=peer,
@@ -127,7 +133,7 @@ class OutgoingGrants:
                 grant_id=grant.grant_id,
                 arena_generation=context.settings.arena_generation,
                 mode=mode,
-                num_cached=len(prefix) * BLOCK_TOKENS,
+                num_given=len(prefix) * BLOCK_TOKENS,
                 num_prompt=sequence.num_prompt,
                 sampling=sequence.params,
                 seed=sequence.seed,
@@ -138,6 +144,7 @@ class OutgoingGrants:
                 pack_u32(grant.all_blocks) if mode == GRANT else b"",
             ],
             offered_at=context.now,
+            heard_at=context.now,
         )
         self._open[grant.grant_id] = opened
         self._send_offer(opened)
@@ -151,6 +158,12 @@ class OutgoingGrants:
                 return
 
     # -- answers of P ------------------------------------------------------------------------
+
+    def held(self, sender: WorkerName, grant_id: int) -> None:
+        """P has the offer, and lives."""
+        opened = self._find(sender, grant_id)
+        if opened is not None:
+            opened.is_held = True
 
     def committed(self, sender: WorkerName, commit: m.Commit) -> None:
         opened = self._find(sender, commit.grant_id)
@@ -190,12 +203,13 @@ class OutgoingGrants:
             self._release_lease(sender, chunk.grant_id, chunk.lease_id, chunk.arena_generation)
             return
         opened.lease_id, opened.lease_generation = chunk.lease_id, chunk.arena_generation
-        opened.is_answered = True
         source = unpack_u32(raw)
         table = opened.grant.all_blocks
-        first = max(chunk.first_block, len(opened.grant.prefix), opened.num_read)
+        first = max(len(opened.grant.prefix), opened.num_read)
         last = chunk.first_block + len(source)
-        if opened.is_ending or first >= last or last > len(table):
+        # A chunk behind a lost one leaves a gap; P sends all of them again with its next beat.
+        is_next = chunk.first_block <= first < last <= len(table)
+        if opened.is_ending or not is_next:
             return
         opened.num_read = last
         self._read(opened, source[first - chunk.first_block :], array("I", table[first:last]))
@@ -237,16 +251,7 @@ class OutgoingGrants:
     def peer_delisted(self, peer: WorkerName) -> None:
         """The broker has lost `peer`: its prompts go elsewhere; its grants wait for its end."""
         for opened in self._of(peer):
-            if opened.mode == GRANT:
-                self._context.ledger.quarantine(opened.grant_id)
-                self._context.log(
-                    "kv.grant_quarantined",
-                    "warning",
-                    request_id=opened.request_id.hex(),
-                    peer=peer.worker_id,
-                    num_blocks=len(opened.grant.blocks),
-                )
-            self._give_up(opened, "the prefill worker is lost")
+            self._abandon(opened, "the prefill worker is lost")
 
     def peer_died(self, peer: WorkerName) -> None:
         """Confirmed: that process can write no more."""
@@ -264,15 +269,19 @@ class OutgoingGrants:
     # -- time --------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Say again what was not answered; renew leases."""
-        settings = self._context.settings
+        """Say again what was not answered; renew leases; give up on the silent."""
+        settings, now = self._context.settings, self._context.now
+        for opened in [o for o in self._open.values() if now - o.heard_at >= SILENCE_S]:
+            if opened.sequence is not None:
+                self._links.avoid(opened.peer)
+                self._abandon(opened, f"the prefill worker said nothing for {SILENCE_S:g} s")
         for opened in self._open.values():
             if opened.is_ending:
                 self._send_withdraw(opened)
-            elif not opened.is_answered:
+            elif not opened.is_held:
                 self._send_offer(opened)
-            if opened.lease_id and self._context.now - opened.renewed_at >= settings.lease_renew_s:
-                opened.renewed_at = self._context.now
+            if opened.lease_id and now - opened.renewed_at >= settings.lease_renew_s:
+                opened.renewed_at = now
                 self._context.send_peer(opened.peer, m.LEASE_RENEW, self._lease_ref(opened))
             if opened.commit is not None and not opened.reads and not opened.is_ending:
                 self._read_on(opened)
@@ -293,7 +302,11 @@ class OutgoingGrants:
         if opened is None or opened.peer != sender:
             self._context.counters["late_grant_messages"] += 1
             return None
+        opened.heard_at = self._context.now
         return opened
+
+    def uses(self, peer: WorkerName) -> bool:
+        return any(opened.peer == peer for opened in self._open.values())
 
     def _of(self, peer: WorkerName) -> list[OpenGrant]:
         return [opened for opened in self._open.values() if opened.peer == peer]
@@ -313,6 +326,18 @@ class OutgoingGrants:
     def _send_withdraw(self, opened: OpenGrant) -> None:
         ref = m.GrantRef(grant_id=opened.grant_id)
         self._context.send_peer(opened.peer, m.WITHDRAW, ref, request_id=opened.request_id)
+
+    def _abandon(self, opened: OpenGrant, reason: str) -> None:
+        """P is silent: it may still write, so nobody gets its blocks until it has ended."""
+        if opened.mode == GRANT and self._context.ledger.quarantine(opened.grant_id):
+            self._context.log(
+                "kv.grant_quarantined",
+                "warning",
+                request_id=opened.request_id.hex(),
+                peer=opened.peer.worker_id,
+                num_blocks=len(opened.grant.blocks),
+            )
+        self._give_up(opened, reason)
 
     def _give_up(self, opened: OpenGrant, reason: str = "") -> None:
         """End a grant from our side; its sequence, if it has one, waits again."""
@@ -357,7 +382,13 @@ class OutgoingGrants:
         assert blocks is not None
         self._arrived(
             Arrival(
-                sequence, blocks, opened.commit, opened.offered_at, opened.committed_at, opened.peer
+                sequence=sequence,
+                blocks=blocks,
+                num_sealed=len(opened.grant.prefix),
+                commit=opened.commit,
+                offered_at=opened.offered_at,
+                committed_at=opened.committed_at,
+                peer=opened.peer,
             )
         )
 

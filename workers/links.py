@@ -22,6 +22,8 @@ from llmrt.workers.context import WorkerContext
 from llmrt.workers.effects import AttachArena, ConnectPeer, DetachArena, ForgetPeer
 
 GRANT, LEASE = "grant", "lease"
+AVOID_S = 10.0
+FORGET_S = 60.0
 
 
 @dataclass(slots=True)
@@ -31,6 +33,8 @@ class PeerLink:
     peer: m.Peer
     is_listed: bool = True
     bulk: str | None = None
+    delisted_at: float = 0.0
+    avoided_until: float = 0.0
     hello: m.PeerHello | None = None
     refusal: str | None = None
     maps_ours: bool = False
@@ -72,6 +76,7 @@ class PeerLinks:
         lost = [name for name, link in self._links.items() if link.is_listed and name not in names]
         for name in lost:
             self._links[name].is_listed = False
+            self._links[name].delisted_at = self._context.now
         return lost
 
     def connected(self, name: WorkerName, bulk: str) -> None:
@@ -87,6 +92,8 @@ class PeerLinks:
             if len(self._early) < 1024:
                 self._early[sender] = hello
             return
+        if not hello.is_answer and link.bulk is not None:
+            self._greet(sender, link.bulk, is_answer=True)
         if link.hello is not None:
             return
         link.hello = hello
@@ -107,7 +114,10 @@ class PeerLinks:
             )
 
     def arena_attached(self, owner: WorkerName) -> None:
-        if link := self._links.get(owner):
+        link = self._links.get(owner)
+        if link is None:
+            self._context.do(DetachArena(owner))  # it died while its arena was being mapped
+        else:
             self.has_news = True
             link.has_arena = True
             self._context.log("peer.linked", peer=owner.worker_id, transport="shm")
@@ -116,13 +126,6 @@ class PeerLinks:
         self._context.log("peer.map_failed", "warning", peer=owner.worker_id, error=reason)
         failure = m.Failure(code="transfer_failed", message=reason)
         self._context.send_peer(owner, m.MAP_FAILED, failure)
-
-    def arena_lost(self, owner: WorkerName) -> None:
-        """Unmap the arena of a peer that is gone. Idempotent."""
-        link = self._links.get(owner)
-        if link is not None and link.has_arena:
-            link.has_arena = False
-            self._context.do(DetachArena(owner))
 
     def mapped(self, reader: WorkerName) -> None:
         if link := self._links.get(reader):
@@ -143,10 +146,27 @@ class PeerLinks:
             )
 
     def forget(self, name: WorkerName) -> None:
-        """The peer is dead: drop the link."""
-        self.arena_lost(name)
-        if self._links.pop(name, None) is not None:
+        """The peer is dead: drop the link, and unmap its arena. Idempotent."""
+        link = self._links.pop(name, None)
+        if link is not None:
+            if link.has_arena:
+                self._context.do(DetachArena(name))
             self._context.do(ForgetPeer(name))
+
+    def avoid(self, name: WorkerName) -> None:
+        """The link fails though the broker hears of the peer: no offers for a while."""
+        if link := self._links.get(name):
+            link.avoided_until = self._context.now + AVOID_S
+            self._context.log("peer.avoided", "warning", peer=name.worker_id, seconds=AVOID_S)
+
+    def long_gone(self) -> list[WorkerName]:
+        """Peers that the broker has not named for so long that they will not come back."""
+        now = self._context.now
+        return [
+            name
+            for name, link in self._links.items()
+            if not link.is_listed and now - link.delisted_at >= FORGET_S
+        ]
 
     def beat(self) -> None:
         """Greet again whoever has not answered."""
@@ -158,6 +178,8 @@ class PeerLinks:
         """How `name` may prefill for us now: by grant, by lease, or not."""
         link = self._links.get(name)
         if link is None or not link.is_listed or link.hello is None or link.refusal is not None:
+            return None
+        if self._context.now < link.avoided_until:
             return None
         if link.maps_ours:
             return GRANT
@@ -202,7 +224,7 @@ class PeerLinks:
     def __contains__(self, name: WorkerName) -> bool:
         return name in self._links
 
-    def _greet(self, name: WorkerName, bulk: str) -> None:
+    def _greet(self, name: WorkerName, bulk: str, *, is_answer: bool = False) -> None:
         settings = self._context.settings
         hello = m.PeerHello(
             worker_id=settings.name.worker_id,
@@ -213,6 +235,7 @@ class PeerLinks:
             bulk=bulk,
             contract=settings.contract,
             process=settings.process,
+            is_answer=is_answer,
         )
         self._context.send_peer(name, m.PEER_HELLO, hello)
 

@@ -12,7 +12,7 @@ answered all the same: the answer to an earlier one may have been lost.
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmrt.engine.batch import LOCAL_ARENA, ArenaId, Drawn, SequenceId
 from llmrt.engine.sequence import Sequence
@@ -50,6 +50,7 @@ class OfferedPrefill:
     received_at: float
     started_at: float | None = None
     lease_id: LeaseId | None = None
+    leased_blocks: "array[int]" = field(default_factory=lambda: array("I"))
     num_announced: int = 0
     commit: m.Commit | None = None
     is_withdrawn: bool = False
@@ -81,7 +82,8 @@ class OfferedPrefills:
     ) -> None:
         key = (sender, offer.grant_id)
         if key in self._offers:
-            return  # sent again because no answer came yet
+            self._say_held(self._offers[key])  # sent again because no answer came yet
+            return
         refusal = self._refusal(sender, offer)
         if key in self._tombstones:
             refusal = "withdrawn before it came"
@@ -89,8 +91,9 @@ class OfferedPrefills:
             self._stopped(sender, offer.grant_id, header, refusal)
             return
         tokens, blocks = unpack_u32(raw_tokens), unpack_u32(raw_blocks)
-        if not tokens or (offer.mode == GRANT and len(blocks) < blocks_for(len(tokens))):
-            self._stopped(sender, offer.grant_id, header, "offer does not cover its prompt")
+        refusal = self._misfit(offer, len(tokens), len(blocks))
+        if refusal is not None:
+            self._stopped(sender, offer.grant_id, header, refusal)
             return
         self._take(sender, header, offer, tokens, blocks)
 
@@ -166,7 +169,6 @@ class OfferedPrefills:
         offered.commit = m.Commit(
             grant_id=offered.grant_id,
             token_id=drawn.token_id,
-            num_computed=len(sequence.token_ids) - 1 - sequence.num_cached,
             num_cached=sequence.num_cached,
             queue_ms=(started_at - offered.received_at) * 1000,
             prefill_ms=(returned_at - started_at) * 1000,
@@ -191,9 +193,12 @@ class OfferedPrefills:
     # -- time --------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Say again what was not answered, and end what is overdue."""
+        """Say what is held, again what was not answered, and end what is overdue."""
         now = self._context.now
         for offered in list(self._offers.values()):
+            self._say_held(offered)
+            if offered.num_announced:
+                self._send_chunk(offered, 0)
             if offered.commit is not None:
                 self._send_commit(offered)
             elif offered.deadline is not None and now >= offered.deadline:
@@ -215,6 +220,9 @@ class OfferedPrefills:
     def __len__(self) -> int:
         return len(self._offers)
 
+    def uses(self, peer: WorkerName) -> bool:
+        return any(offered.owner == peer for offered in self._offers.values())
+
     def check(self) -> None:
         assert len(self._by_sequence) == len(self._offers)
         for offered in self._offers.values():
@@ -230,6 +238,17 @@ class OfferedPrefills:
             return "the owner's arena is not mapped here"
         if len(self._offers) >= settings.max_waiting:
             return "too many offers wait here"
+        return None
+
+    def _misfit(self, offer: m.Offer, num_tokens: int, num_blocks: int) -> str | None:
+        """Why a prompt can never be computed here, None if it can."""
+        settings = self._context.settings
+        if num_tokens == 0 or (offer.mode == GRANT and num_blocks < blocks_for(num_tokens)):
+            return "the offer does not cover its prompt"
+        if num_tokens > settings.max_context:
+            return f"{num_tokens} tokens are above the context of {settings.max_context} here"
+        if offer.mode != GRANT and blocks_for(num_tokens) > settings.num_blocks:
+            return f"{num_tokens} tokens do not fit the arena of {settings.num_blocks} blocks here"
         return None
 
     def _take(
@@ -254,7 +273,9 @@ class OfferedPrefills:
             order=context.now,
             arena=arena_of(sender) if is_grant else LOCAL_ARENA,
             blocks=blocks if is_grant else array("I"),
-            num_cached=offer.num_cached if is_grant else 0,
+            num_given=offer.num_given if is_grant else 0,
+            num_cached=offer.num_given if is_grant else 0,
+            is_placed=True,
         )
         offered = OfferedPrefill(
             owner=sender,
@@ -269,6 +290,12 @@ class OfferedPrefills:
         self._offers[offered.key] = offered
         self._by_sequence[sequence.sequence_id] = offered
         context.scheduler.add(sequence)
+        self._say_held(offered)
+
+    def _say_held(self, offered: OfferedPrefill) -> None:
+        """A sign of life for one offer: without it the owner takes its prompt elsewhere."""
+        ref = m.GrantRef(grant_id=offered.grant_id)
+        self._context.send_peer(offered.owner, m.OFFER_HELD, ref, request_id=offered.request_id)
 
     def _announce(self, offered: OfferedPrefill) -> None:
         """Tell the owner which blocks it may read now."""
@@ -277,22 +304,26 @@ class OfferedPrefills:
             blocks = [BlockId(block) for block in sequence.blocks]
             expires_at = context.now + context.settings.lease_s
             offered.lease_id = context.ledger.lease(offered.owner, blocks, expires_at)
+            offered.leased_blocks = sequence.blocks[:]
         is_last = sequence.num_computed >= offered.sequence.max_length - 1
         num_computed = sequence.num_computed
         complete = blocks_for(num_computed) if is_last else num_computed // BLOCK_TOKENS
         if complete > offered.num_announced:
-            chunk = m.Chunk(
-                grant_id=offered.grant_id,
-                lease_id=offered.lease_id,
-                arena_generation=context.settings.arena_generation,
-                first_block=offered.num_announced,
-                is_last=is_last,
-            )
-            raw = pack_u32(sequence.blocks[offered.num_announced : complete])
-            context.send_peer(
-                offered.owner, m.CHUNK, chunk, request_id=offered.request_id, raw=[raw]
-            )
-            offered.num_announced = complete
+            first, offered.num_announced = offered.num_announced, complete
+            self._send_chunk(offered, first)
+
+    def _send_chunk(self, offered: OfferedPrefill, first: int) -> None:
+        """Blocks `first` to the last that is announced."""
+        chunk = m.Chunk(
+            grant_id=offered.grant_id,
+            lease_id=offered.lease_id or 0,
+            arena_generation=self._context.settings.arena_generation,
+            first_block=first,
+        )
+        raw = pack_u32(offered.leased_blocks[first : offered.num_announced])
+        self._context.send_peer(
+            offered.owner, m.CHUNK, chunk, request_id=offered.request_id, raw=[raw]
+        )
 
     def _send_commit(self, offered: OfferedPrefill) -> None:
         self._context.send_peer(

@@ -130,13 +130,15 @@ class OwnedRequests:
     def place(self) -> None:
         """Offer the prompts at the head of the queue, as far as they go to other workers."""
         scheduler = self._context.scheduler
-        while scheduler.has_slot():
-            sequence = scheduler.next_waiting()
-            request = self._by_sequence.get(sequence.sequence_id) if sequence else None
-            if sequence is None or request is None:
+        for sequence in scheduler.unplaced():
+            if not scheduler.has_slot():
                 return
+            request = self._by_sequence[sequence.sequence_id]
             peer = self._choose(request, sequence)
-            if peer is None or not self.grants.offer(
+            if peer is None:
+                sequence.is_placed = True
+                continue
+            if not self.grants.offer(
                 sequence, peer, request.request_id, request.attempt, deadline=request.deadline
             ):
                 return
@@ -333,7 +335,9 @@ class OwnedRequests:
             }
             arrival.sequence.num_cached = max(arrival.sequence.num_cached, commit.num_cached)
         request.stage = "decode"
-        self._context.scheduler.join(arrival.sequence, arrival.blocks, commit.token_id)
+        self._context.scheduler.join(
+            arrival.sequence, arrival.blocks, commit.token_id, num_sealed=arrival.num_sealed
+        )
         self._emit(request, commit.token_id, commit.extras)
 
     def _prompt_failed(self, sequence: Sequence, reason: str) -> None:
@@ -454,7 +458,7 @@ class OwnedRequests:
             self._context.scheduler.remove(sequence)
 
     def _bury(self, request_id: RequestId, attempt: Attempt) -> None:
-        self._tombstones.pop(request_id, None)
-        self._tombstones[request_id] = attempt
+        known = self._tombstones.pop(request_id, attempt)
+        self._tombstones[request_id] = max(known, attempt)
         if len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]

@@ -44,8 +44,15 @@ def finish(scheduler: Scheduler, batch: Batch, token_id: int = 7) -> list[Sequen
     return [sequence for sequence, _ in with_token]
 
 
+def schedule(scheduler: Scheduler) -> Batch | None:
+    """A step of a worker that computes all prompts itself."""
+    for sequence in scheduler.unplaced():
+        sequence.is_placed = True
+    return scheduler.schedule()
+
+
 def step(scheduler: Scheduler) -> Batch:
-    batch = scheduler.schedule()
+    batch = schedule(scheduler)
     assert batch is not None
     finish(scheduler, batch)
     return batch
@@ -58,7 +65,7 @@ def spans(batch: Batch) -> list[tuple[int, int, int]]:
 def test_a_short_prompt_is_one_row_that_samples() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_sequence(1, 40))
-    batch = scheduler.schedule()
+    batch = schedule(scheduler)
     assert batch is not None
     assert spans(batch) == [(1, 0, 40)]
     assert batch.rows[0].sample is not None
@@ -69,9 +76,9 @@ def test_a_short_prompt_is_one_row_that_samples() -> None:
 def test_no_step_is_scheduled_while_one_runs() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_sequence(1, 4))
-    assert scheduler.schedule() is not None
+    assert schedule(scheduler) is not None
     scheduler.add(make_sequence(2, 4))
-    assert scheduler.schedule() is None
+    assert schedule(scheduler) is None
 
 
 def test_a_long_prompt_is_cut_on_the_chunk_grid() -> None:
@@ -198,8 +205,8 @@ def test_the_youngest_is_preempted_and_computed_again_from_all_its_tokens() -> N
     old, young = make_sequence(1, 62), make_sequence(2, 60, first=500)
     for sequence in (old, young):
         scheduler.add(sequence)
-        scheduler.park(sequence)
-        scheduler.join(sequence, scheduler.ledger.allocate(2) or [], 7)
+        scheduler.park(sequence, 2)
+        scheduler.join(sequence, scheduler.ledger.allocate(2) or [], 7, num_sealed=0)
     for _ in range(3):
         step(scheduler)
     assert scheduler.waiting == {young.sequence_id: young}
@@ -214,7 +221,7 @@ def test_a_sequence_removed_in_its_step_keeps_its_blocks_until_the_step_returns(
     scheduler = make_scheduler()
     sequence = make_sequence(1, 40)
     scheduler.add(sequence)
-    batch = scheduler.schedule()
+    batch = schedule(scheduler)
     assert batch is not None
     scheduler.remove(sequence)
     assert scheduler.ledger.num_held == 2
@@ -226,9 +233,9 @@ def test_blocks_of_another_arena_are_neither_allocated_nor_released() -> None:
     scheduler = make_scheduler()
     sequence = make_sequence(1, 60)
     sequence.arena, sequence.blocks = ArenaId("decode-0@1"), array("I", [9, 8])
-    sequence.num_cached = 32
+    sequence.num_given = 32
     scheduler.add(sequence)
-    batch = scheduler.schedule()
+    batch = schedule(scheduler)
     assert batch is not None
     assert spans(batch) == [(1, 32, 60)]
     assert batch.rows[0].arena == "decode-0@1"
@@ -241,14 +248,47 @@ def test_a_parked_sequence_joins_with_its_first_token() -> None:
     scheduler = make_scheduler()
     sequence = make_sequence(1, 40)
     scheduler.add(sequence)
-    scheduler.park(sequence)
-    assert scheduler.schedule() is None
+    scheduler.park(sequence, 2)
+    assert schedule(scheduler) is None
     blocks = scheduler.ledger.allocate(2)
     assert blocks is not None
-    scheduler.join(sequence, blocks, 77)
+    scheduler.join(sequence, blocks, 77, num_sealed=0)
     scheduler.check()
     assert spans(step(scheduler)) == [(1, 40, 41)]
     assert scheduler.ledger.num_cached == 1
+
+
+def test_a_parked_sequence_reserves_its_growth_only() -> None:
+    """Its prompt has its blocks in the grant already."""
+    scheduler = make_scheduler(num_blocks=100)
+    sequence = make_sequence(1, 60 * 32, max_tokens=10)
+    scheduler.add(sequence)
+    scheduler.park(sequence, 60)
+    assert scheduler.reserve() == 1
+
+
+def test_a_sequence_that_is_not_placed_waits() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(1, 4))
+    assert scheduler.schedule() is None
+    assert [s.sequence_id for s in scheduler.unplaced()] == [1]
+
+
+def test_blocks_from_the_cache_are_not_sealed_again_when_a_preempted_sequence_joins() -> None:
+    scheduler = make_scheduler()
+    first = make_sequence(1, 96)
+    scheduler.add(first)
+    for _ in range(3):
+        step(scheduler)
+    again = make_sequence(2, 96)
+    again.num_cached, again.num_preemptions = 0, 1
+    scheduler.add(again)
+    scheduler.park(again, 3)
+    prefix = scheduler.ledger.take_prefix(scheduler.prefix_hashes(again))
+    assert len(prefix) == 2
+    blocks = [*prefix, *(scheduler.ledger.allocate(1) or [])]
+    scheduler.join(again, blocks, 7, num_sealed=2)
+    scheduler.check()
 
 
 def test_an_abandoned_step_gives_its_sequences_back() -> None:
@@ -256,7 +296,7 @@ def test_an_abandoned_step_gives_its_sequences_back() -> None:
     kept, removed = make_sequence(1, 4), make_sequence(2, 4)
     scheduler.add(kept)
     scheduler.add(removed)
-    scheduler.schedule()
+    schedule(scheduler)
     scheduler.remove(removed)
     assert scheduler.abandon_step() == [kept]
     assert scheduler.ledger.num_held == 1
@@ -302,7 +342,7 @@ def test_every_sequence_gets_all_its_tokens_with_any_room(
     for sequence in sequences:
         scheduler.add(sequence)
     for _ in range(3000):
-        batch = scheduler.schedule()
+        batch = schedule(scheduler)
         if batch is None:
             break
         for row in batch.rows:

@@ -27,7 +27,7 @@ def tiny_model(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return path
 
 
-def write_tiny_model(path: Path, tokenizer_from: Path, *, seed: int) -> None:
+def write_tiny_model(path: Path, tokenizer_from: Path, *, seed: int, add_bos: bool = False) -> None:
     real = read_gguf(tokenizer_from).metadata
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(TINY_CONTEXT)
@@ -45,6 +45,7 @@ def write_tiny_model(path: Path, tokenizer_from: Path, *, seed: int) -> None:
     writer.add_token_merges(real["tokenizer.ggml.merges"])
     writer.add_bos_token_id(real["tokenizer.ggml.bos_token_id"])
     writer.add_eos_token_id(real["tokenizer.ggml.eos_token_id"])
+    writer.add_add_bos_token(add_bos)
     writer.add_chat_template(real["tokenizer.chat_template"])
     rng = np.random.default_rng(seed)
     kv_width = TINY_HIDDEN // TINY_HEADS * TINY_KV_HEADS
@@ -107,7 +108,7 @@ def split_tcp(start_cluster: StartCluster) -> Iterator[RunningCluster]:
         yield cluster
 
 
-@pytest.fixture(params=["colocated", "split"])
+@pytest.fixture(scope="session", params=["colocated", "split"])
 def layout(request: pytest.FixtureRequest) -> RunningCluster:
     """Each layout in turn, for tests whose outcome must not depend on it."""
     cluster: RunningCluster = request.getfixturevalue(request.param)

@@ -8,7 +8,16 @@ from llmrt.simulation.cluster import COLOCATED, SPLIT, Cluster, Layout
 from llmrt.simulation.world import Faults
 
 LEASES = Layout(num_prefill=2, num_decode=2, transfer="tcp")
-LAYOUTS = {"colocated": COLOCATED, "split": SPLIT, "leases": LEASES}
+# Just above what the longest request takes: everything is preempted now and then.
+TIGHT = Layout(num_prefill=1, num_decode=1, num_blocks=16)
+TIGHT_LEASES = Layout(num_prefill=1, num_decode=1, num_blocks=16, transfer="tcp")
+LAYOUTS = {
+    "colocated": COLOCATED,
+    "split": SPLIT,
+    "leases": LEASES,
+    "tight": TIGHT,
+    "tight leases": TIGHT_LEASES,
+}
 LOSSY = Faults(drop=0.02, double=0.05, late=0.05)
 
 

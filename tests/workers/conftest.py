@@ -31,6 +31,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     m.HEARTBEAT: m.Heartbeat,
     m.PEER_HELLO: m.PeerHello,
     m.OFFER: m.Offer,
+    m.OFFER_HELD: m.GrantRef,
     m.WITHDRAW: m.GrantRef,
     m.STOPPED: m.Stopped,
     m.COMMIT: m.Commit,
@@ -255,8 +256,7 @@ def link() -> Callable[[Bench, Bench], None]:
             bench.from_broker(m.PEERS, m.Peers(peers=rows))
             bench.handle(ev.PeerConnected(other.name, "tcp://bulk"))
         for bench, other in (benches, benches[::-1]):
-            (hello,) = bench.sent(m.PEER_HELLO)
-            other.relay(hello, bench.name)
+            other.relay(bench.sent(m.PEER_HELLO)[0], bench.name)
         if owner.settings.transfer != "tcp":
             prefill.handle(ev.ArenaAttached(owner.name))
             owner.handle(ev.ArenaMapped(prefill.name))

@@ -83,7 +83,7 @@ def test_ds_cached_prefix_is_offered_and_not_computed_again(pair: Any, tokens_of
         owner.dispatch(tokens_of(100), number=number, prefill=prefill.name, max_tokens=1)
         (offer,) = pass_on(owner, prefill, m.OFFER)
         (row,) = prefill.batch().rows
-        assert (offer.body.num_cached, row.start) == ((0, 0) if number == 1 else (96, 96))
+        assert (offer.body.num_given, row.start) == ((0, 0) if number == 1 else (96, 96))
         prefill.step(50)
         pass_on(prefill, owner, m.COMMIT)
         pass_on(owner, prefill, m.COMMITTED)
@@ -260,7 +260,6 @@ def test_a_stranger_cannot_commit_anothers_grant(pair: Any) -> None:
     commit = m.Commit(
         grant_id=sent.body.grant_id,
         token_id=66,
-        num_computed=10,
         num_cached=0,
         queue_ms=0,
         prefill_ms=0,
@@ -348,6 +347,163 @@ def test_a_failed_read_is_prefilled_by_the_owner_after_other_reads_have_returned
     prefill.assert_all_free()
 
 
+def test_a_lost_chunk_leaves_no_gap_and_is_sent_again(tcp_pair: Any, tokens_of: Any) -> None:
+    """Reading on behind a gap would decode from blocks that nobody wrote."""
+    owner, prefill = tcp_pair
+    owner.dispatch(tokens_of(200), prefill=prefill.name, max_tokens=1)
+    pass_on(owner, prefill, m.OFFER)
+    prefill.step()
+    prefill.clear()  # the first chunk is lost
+    prefill.step(50)
+    pass_on(prefill, owner, m.CHUNK)
+    pass_on(prefill, owner, m.COMMIT)
+    assert [e for e in owner.effects if isinstance(e, do.ReadBlocks)] == []
+    assert owner.sent(m.LEASE_CONFIRM) == []
+    prefill.tick()
+    pass_on(prefill, owner, m.CHUNK)
+    (read,) = [e for e in owner.effects if isinstance(e, do.ReadBlocks)]
+    assert len(read.source) == 7
+    owner.handle(ev.BlocksRead(read.read_id))
+    pass_on(owner, prefill, m.LEASE_CONFIRM)
+    pass_on(prefill, owner, m.LEASE_CONFIRMED)
+    assert owner.tokens() == [50]
+
+
+def test_a_prompt_read_under_a_lease_enters_the_owners_cache(tcp_pair: Any, tokens_of: Any) -> None:
+    owner, prefill = tcp_pair
+    for number in (1, 2):
+        owner.clear()
+        prefill.clear()
+        owner.dispatch(tokens_of(100), number=number, prefill=prefill.name, max_tokens=1)
+        pass_on(owner, prefill, m.OFFER)
+        prefill.step(50)
+        pass_on(prefill, owner, m.CHUNK)
+        pass_on(prefill, owner, m.COMMIT)
+        (read,) = [e for e in owner.effects if isinstance(e, do.ReadBlocks)]
+        assert len(read.source) == (4 if number == 1 else 1)
+        owner.handle(ev.BlocksRead(read.read_id))
+        pass_on(owner, prefill, m.LEASE_CONFIRM)
+        pass_on(prefill, owner, m.LEASE_CONFIRMED)
+        pass_on(owner, prefill, m.LEASE_RELEASE)
+    assert owner.ledger.num_cached == 3
+
+
+def test_a_prompt_too_large_for_p_is_refused_at_once(
+    make_worker: Any, link: Any, tokens_of: Any
+) -> None:
+    owner = make_worker("decode", transfer="tcp")
+    prefill = make_worker("prefill", transfer="tcp", num_blocks=4)
+    link(owner, prefill)
+    owner.dispatch(tokens_of(200), prefill=prefill.name, max_tokens=1)
+    pass_on(owner, prefill, m.OFFER)
+    pass_on(prefill, owner, m.STOPPED)
+    assert owner.scheduler.step is not None
+
+
+def test_a_preempted_sequence_is_offered_again_with_what_is_cached_by_then(
+    pair: Any, tokens_of: Any
+) -> None:
+    owner, prefill = pair
+    owner.dispatch(tokens_of(64), prefill=prefill.name, max_tokens=9)
+    pass_on(owner, prefill, m.OFFER)
+    prefill.step(50)
+    pass_on(prefill, owner, m.COMMIT)
+    owner.step(51)
+    (sequence,) = owner.scheduler.running.values()
+    owner.step(52)
+    owner.scheduler.step = None  # between two steps, as preemption finds it
+    owner.scheduler._in_step, sequence.in_step = [], False
+    owner.scheduler._preempt(sequence)
+    owner.clear()
+    owner.tick()
+    (offer,) = pass_on(owner, prefill, m.OFFER)
+    assert offer.body.num_given == 64
+    prefill.clear()
+    prefill.step(53)
+    pass_on(prefill, owner, m.COMMIT)
+    assert owner.tokens() == [53]
+
+
+def test_a_prefill_worker_that_falls_silent_is_given_up_and_avoided(pair: Any) -> None:
+    """The broker may still hear of it: then only the link between the two is cut."""
+    owner, prefill = pair
+    owner.dispatch(TEN, prefill=prefill.name, max_tokens=1)
+    for _ in range(6):
+        owner.tick()
+    assert owner.ledger.num_quarantined == 1
+    owner.step(50)
+    assert owner.tokens() == [50]
+    owner.clear()
+    owner.dispatch(TEN, number=2, prefill=prefill.name, max_tokens=1)
+    assert owner.sent(m.OFFER) == []
+    owner.step(51)
+    owner.tick(11.0)
+    owner.clear()
+    owner.dispatch(TEN, number=3, prefill=prefill.name, max_tokens=1)
+    assert len(owner.sent(m.OFFER)) == 1
+
+
+def test_a_prefill_worker_that_says_that_it_holds_the_offer_is_waited_for(pair: Any) -> None:
+    owner, prefill = pair
+    owner.dispatch(TEN, prefill=prefill.name, max_tokens=1)
+    pass_on(owner, prefill, m.OFFER)
+    for _ in range(20):
+        prefill.tick()
+        pass_on(prefill, owner, m.OFFER_HELD)
+        owner.tick()
+    assert owner.ledger.num_granted == 1
+    assert owner.sent(m.OFFER) == []
+
+
+def test_a_lost_hello_is_asked_for_again(make_worker: Any, link: Any) -> None:
+    owner, prefill = make_worker("decode"), make_worker("prefill")
+    link(owner, prefill)
+    hello = m.PeerHello(
+        worker_id=owner.name.worker_id,
+        epoch=owner.name.epoch,
+        arena_generation=3,
+        num_blocks=64,
+        arena_socket="/arena",
+        bulk="b",
+        contract=owner.settings.contract,
+        process=owner.settings.process,
+    )
+    prefill.from_peer(owner.name, m.PEER_HELLO, hello)
+    (answer,) = prefill.sent(m.PEER_HELLO)
+    assert answer.body.is_answer
+    prefill.clear()
+    prefill.relay(answer, owner.name)
+    assert prefill.sent(m.PEER_HELLO) == []
+
+
+def test_an_arena_that_arrives_after_its_owner_died_is_unmapped(
+    make_worker: Any, link: Any
+) -> None:
+    owner, prefill = make_worker("decode"), make_worker("prefill")
+    link(owner, prefill)
+    prefill.handle(ev.ArenaLost(owner.name))
+    prefill.clear()
+    prefill.handle(ev.ArenaAttached(owner.name))
+    assert prefill.effects == [do.DetachArena(owner.name)]
+
+
+def test_a_peer_that_the_broker_has_long_forgotten_is_forgotten_here(tcp_pair: Any) -> None:
+    owner, prefill = tcp_pair
+    owner.from_broker(m.PEERS, m.Peers(peers=()))
+    owner.tick(30.0)
+    assert do.ForgetPeer(prefill.name) not in owner.effects
+    owner.tick(31.0)
+    assert do.ForgetPeer(prefill.name) in owner.effects
+
+
+def test_prompts_behind_one_that_is_computed_here_still_go_to_p(pair: Any) -> None:
+    owner, prefill = pair
+    owner.dispatch(TEN, number=1)
+    owner.dispatch(TEN, number=2)
+    owner.dispatch(TEN[::-1], number=3, prefill=prefill.name)
+    assert len(owner.sent(m.OFFER)) == 1
+
+
 def test_leases_are_renewed_while_they_are_read(tcp_pair: Any) -> None:
     owner, prefill = tcp_pair
     owner.dispatch(TEN, prefill=prefill.name)
@@ -377,9 +533,7 @@ def test_a_chunk_beyond_the_grant_is_not_read(tcp_pair: Any) -> None:
     owner, prefill = tcp_pair
     owner.dispatch(TEN, prefill=prefill.name)
     (sent,) = owner.sent(m.OFFER)
-    chunk = m.Chunk(
-        grant_id=sent.body.grant_id, lease_id=1, arena_generation=3, first_block=0, is_last=True
-    )
+    chunk = m.Chunk(grant_id=sent.body.grant_id, lease_id=1, arena_generation=3, first_block=0)
     owner.from_peer(prefill.name, m.CHUNK, chunk, array("I", range(9)).tobytes())
     assert [e for e in owner.effects if isinstance(e, do.ReadBlocks)] == []
 

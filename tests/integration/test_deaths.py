@@ -1,0 +1,186 @@
+"""Processes die and freeze in the middle of requests: the text is that of an undisturbed run."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+from local_cluster import RunningCluster
+from tests.integration.conftest import StartCluster
+from tests.integration.probes import (
+    check_stream,
+    pid_of,
+    wait_until,
+    wait_until_idle,
+    wait_until_linked,
+)
+
+from llmrt.client import Client, StreamEvent
+from llmrt.wire.errors import NoWorker, WorkerLost
+from llmrt.wire.messages import RequestRow
+
+pytestmark = pytest.mark.integration
+
+# With 2 cores and other tests beside it, a worker needs some seconds to load again.
+BACK_S = 90.0
+NUM_TOKENS = 200
+NUM_WORKERS = 4
+
+
+@pytest.fixture(scope="module")
+def mortal(start_cluster: StartCluster) -> Iterator[RunningCluster]:
+    """Two of each, for tests that kill some of them and wait until they are back."""
+    with start_cluster("--prefill", "2", "--decode", "2") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def reader(mortal: RunningCluster) -> Iterator[Client]:
+    with Client(mortal.bind) as client:
+        yield client
+        wait_until_idle(client, 30)
+
+
+def long_prompt(salt: int) -> list[int]:
+    """In nobody's cache; it takes many steps to prefill."""
+    return [2000 + (salt * 4001 + i * 13 + i * i) % 40000 for i in range(3600)]
+
+
+def epochs(client: Client) -> dict[str, int]:
+    return {row.worker_id: row.epoch for row in client.workers().workers}
+
+
+def wait_until_back(client: Client, name: str, old: int) -> None:
+    """Until another life of this worker serves, linked with all others."""
+    wait_until(lambda: epochs(client).get(name, old) != old, BACK_S, f"{name} is back")
+    wait_until_linked(client, NUM_WORKERS, BACK_S)
+
+
+def the_request(client: Client, is_wanted: Callable[[RequestRow], bool]) -> RequestRow:
+    """The only live request, once it is as wanted."""
+    found: list[RequestRow] = []
+
+    def look() -> bool:
+        found[:] = [row for row in client.workers().requests if is_wanted(row)]
+        return len(found) == 1
+
+    wait_until(look, 20, "one request in the wanted stage")
+    return found[0]
+
+
+def test_a_stream_survives_the_death_of_its_owner(mortal: RunningCluster, reader: Client) -> None:
+    """No token is lost or repeated, and the text goes on as if nothing had been."""
+    options = {"max_tokens": NUM_TOKENS, "temperature": 0.9, "seed": 11}
+    undisturbed = reader.generate("A long story", **options)  # type: ignore[arg-type]
+    before = epochs(reader)
+    events: list[StreamEvent] = []
+    with reader.stream("A long story", **options) as stream:  # type: ignore[arg-type]
+        for event in stream:
+            events.append(event)
+            if len(events) == 20:
+                owner = the_request(reader, lambda row: True).decode_worker
+                os.kill(pid_of(mortal, owner), signal.SIGKILL)
+    check_stream(events)
+    assert stream.result.token_ids == undisturbed.token_ids
+    assert stream.result.text == undisturbed.text
+    assert stream.result.decode_worker != owner
+    assert len(stream.result.token_ids) == NUM_TOKENS
+    wait_until_back(reader, owner, before[owner])
+    after = epochs(reader)
+    assert {name for name in after if after[name] != before[name]} == {owner}
+
+
+def test_a_prefill_worker_may_die_in_the_middle_and_come_back(
+    mortal: RunningCluster, reader: Client, colocated: RunningCluster
+) -> None:
+    """Its successor under the same name is not taken for it, and nobody else is restarted."""
+    prompt = long_prompt(1)
+    with Client(colocated.bind) as client:
+        expected = client.generate(prompt, max_tokens=8).token_ids
+        short = client.generate("hello there", max_tokens=8)
+    before = epochs(reader)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(reader.generate, prompt, max_tokens=8)
+        victim = the_request(reader, lambda row: bool(row.prefill_worker)).prefill_worker
+        os.kill(pid_of(mortal, victim), signal.SIGKILL)
+        assert asked.result(60).token_ids == expected
+    wait_until_back(reader, victim, before[victim])
+    after = epochs(reader)
+    assert {name for name in after if after[name] != before[name]} == {victim}
+    with ThreadPoolExecutor(20) as pool:
+        results = list(pool.map(lambda _: reader.generate("hello there", max_tokens=8), range(20)))
+    assert {result.token_ids for result in results} == {short.token_ids}
+    assert victim in {result.prefill_worker for result in results}
+
+
+def test_a_frozen_prefill_worker_delays_nobody_for_ever(
+    mortal: RunningCluster, reader: Client, colocated: RunningCluster
+) -> None:
+    """The owner computes the prompt; when the other wakes up, all blocks come back."""
+    prompt = long_prompt(2)
+    with Client(colocated.bind) as client:
+        expected = client.generate(prompt, max_tokens=8).token_ids
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(reader.generate, prompt, max_tokens=8, deadline_s=60)
+        frozen = the_request(reader, lambda row: bool(row.prefill_worker)).prefill_worker
+        pid = pid_of(mortal, frozen)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            result = asked.result(60)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert result.token_ids == expected
+    wait_until(lambda: frozen in epochs(reader), 30, f"{frozen} is registered again")
+    wait_until_linked(reader, NUM_WORKERS)
+    assert pid_of(mortal, frozen) == pid
+
+
+def test_a_frozen_owner_loses_its_stream_to_another(mortal: RunningCluster, reader: Client) -> None:
+    """What it still sends when it wakes up belongs to an attempt that is over."""
+    undisturbed = reader.generate("A longer story", max_tokens=NUM_TOKENS)
+    events: list[StreamEvent] = []
+    with reader.stream("A longer story", max_tokens=NUM_TOKENS, deadline_s=60) as stream:
+        for event in stream:
+            events.append(event)
+            if len(events) == 20:
+                owner = the_request(reader, lambda row: True).decode_worker
+                pid = pid_of(mortal, owner)
+                os.kill(pid, signal.SIGSTOP)
+                # It sleeps for longer than the broker waits for a sign of life.
+                waking = threading.Timer(8.0, os.kill, (pid, signal.SIGCONT))
+                waking.start()
+    waking.join()
+    check_stream(events)
+    assert stream.result.token_ids == undisturbed.token_ids
+    assert stream.result.decode_worker != owner
+    wait_until(lambda: owner in epochs(reader), 30, f"{owner} is registered again")
+    wait_until_linked(reader, NUM_WORKERS)
+    assert reader.workers().counters["requests_failed"] == 0
+
+
+def test_a_stream_ends_when_its_broker_dies_and_the_next_one_serves(
+    mortal: RunningCluster, reader: Client
+) -> None:
+    """It goes on if the workers are back before its client asks again, else it ends by a code."""
+    undisturbed = reader.generate("The last story", max_tokens=NUM_TOKENS)
+    events: list[StreamEvent] = []
+    stream = reader.stream("The last story", max_tokens=NUM_TOKENS, deadline_s=30)
+
+    def read() -> None:
+        for event in stream:
+            events.append(event)
+            if len(events) == 20:
+                os.kill(pid_of(mortal, "broker"), signal.SIGKILL)
+
+    with suppress(NoWorker, WorkerLost):
+        read()
+        assert stream.result.text == undisturbed.text
+    check_stream(events)
+    token_ids = tuple(token_id for event in events for token_id in event.token_ids)
+    assert len(token_ids) >= 20
+    assert token_ids == undisturbed.token_ids[: len(token_ids)]
+    wait_until_linked(reader, NUM_WORKERS)
+    assert reader.generate("The last story", max_tokens=NUM_TOKENS).text == undisturbed.text
