@@ -67,6 +67,10 @@ class Driver(Generic[E, F]):
                     self._machine.check()
                 for effect in effects:
                     self._perform(effect)
+        except BaseException:
+            # Its state is not to be trusted: it gets no more events, not even to say goodbye.
+            self.close()
+            raise
         finally:
             self._is_handling = False
         self._arm()

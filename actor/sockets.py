@@ -44,7 +44,8 @@ OPTIONS: dict[zmq.SocketOption, int] = {
     zmq.SocketOption.HEARTBEAT_TTL: 3000,
     zmq.SocketOption.HANDSHAKE_IVL: 3000,
     zmq.SocketOption.RECONNECT_IVL: 100,
-    zmq.SocketOption.RECONNECT_IVL_MAX: 5000,
+    # A restarted broker is found within a second; there are few peers to knock.
+    zmq.SocketOption.RECONNECT_IVL_MAX: 1000,
 }
 ROUTER_OPTIONS: dict[zmq.SocketOption, int] = {
     # A message for an unknown peer is an error of the send, not lost.

@@ -249,6 +249,7 @@ def _admit(state: State, client: Client, event: ClientMessage, now: float) -> No
         stamps=header.stamps,
         stream=Stream(requests.output, acked_seq=header.seq),
         prompt_bytes=sum(map(len, frames)),
+        admitted_unix_s=event.unix_s,
     )
     requests.admit(request)
     client.requests[request.request_id] = None

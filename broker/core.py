@@ -20,6 +20,8 @@ Rules that are hard to see in the code:
   So nothing hangs.
 - A message to a living worker may be lost: heartbeats name what the worker holds, and what both
   sides do not agree on after two beats was lost.
+- A broker that has just started may follow one that died: for two beats, requests wait for a first
+  worker instead of being refused.
 - Liveness is measured by this machine's ticks. If a tick comes late, the broker itself did not
   run, and the peers are given that time.
 """
@@ -58,7 +60,11 @@ from llmrt.broker.worker_side import (
 from llmrt.wire.envelope import decode_header
 from llmrt.wire.errors import ConfigError, DeadlineExceeded, ProtocolError, SlowConsumer
 from llmrt.wire.ids import ClientId, RequestId
-from llmrt.wire.messages import ProcessName
+from llmrt.wire.messages import GENERATE, TOKENIZE, ProcessName
+
+# A worker notices a new broker by the answer to its next beat, and registers at once.
+SETTLE_BEATS = 2.0
+MAX_EARLY = 1024
 
 
 class BrokerCore:
@@ -79,12 +85,28 @@ class BrokerCore:
         state = self._state
         if state.started_at is None:
             state.started_at = now
+        self._take(event, now)
+        if state.early and (now >= self._settled_at or state.workers.models()):
+            early, state.early = state.early, []
+            for message in early:
+                self._take(message, now)
+        effects, state.effects = state.effects, []
+        return effects
+
+    def next_deadline(self) -> float | None:
+        return self._state.timers.next()
+
+    def _take(self, event: Event, now: float) -> None:
+        state = self._state
         match event:
             case WorkerMessage(routing_id, header, frames):
                 try:
                     on_worker_message(state, routing_id, header, frames, now)
                 except ProtocolError as error:
                     state.complain(routing_id, error.error_code, error.message)
+            case ClientMessage(client_id, header) if self._is_early(header.kind, now):
+                state.early.append(event)
+                state.timers.set_no_later((Timer.SETTLED, b""), self._settled_at)
             case ClientMessage(client_id, header):
                 try:
                     on_client_message(state, event, now)
@@ -110,11 +132,6 @@ class BrokerCore:
                 self._tick(now)
             case _:
                 assert_never(event)
-        effects, state.effects = state.effects, []
-        return effects
-
-    def next_deadline(self) -> float | None:
-        return self._state.timers.next()
 
     def check(self) -> None:
         state = self._state
@@ -136,6 +153,22 @@ class BrokerCore:
             for outcome in ("finished", "failed", "cancelled", "expired")
         )
         assert not state.effects
+
+    @property
+    def _settled_at(self) -> float:
+        """When the workers that outlived an earlier broker have surely registered."""
+        started_at = self._state.started_at
+        assert started_at is not None
+        return started_at + SETTLE_BEATS * self._state.settings.beat_s
+
+    def _is_early(self, kind: str, now: float) -> bool:
+        """Whether a request came before the workers could: it waits for them, not for long."""
+        return (
+            kind in (GENERATE, TOKENIZE)
+            and now < self._settled_at
+            and len(self._state.early) < MAX_EARLY
+            and not self._state.workers.models()
+        )
 
     def _reject(self, client_id: ClientId, error: ProtocolError, request_id: bytes = b"") -> None:
         self._state.complain(client_id, error.error_code, error.message)
@@ -181,6 +214,8 @@ class BrokerCore:
                 worker = state.workers.at(name)
                 if worker is not None:
                     check_worker(state, worker, now)
+            case Timer.SETTLED:
+                pass  # what waited is taken up after any event
             case Timer.CLIENT:
                 client = state.clients.get(ClientId(name))
                 if client is not None:

@@ -136,6 +136,7 @@ def _dispatch(state: State, request: Request, owner: Worker, now: float) -> None
         prefill_worker=prefiller.name.worker_id if prefiller else None,
         prefill_epoch=prefiller.name.epoch if prefiller else 0,
         num_forced=len(forced) // U32_BYTES,
+        admitted_unix_s=request.admitted_unix_s,
     )
     held_us = round((now - request.admitted_at) * 1e6)
     header = encode_header(

@@ -12,13 +12,15 @@ from llmrt.wire.messages import ProcessName
 class ClientMessage:
     """`frames` begins with the encoded header, without routing ids.
 
-    `waited_s` is how long it may have waited unread because this process did not run.
+    `waited_s` is how long it may have waited unread because this process did not run. `unix_s` is
+    the wall time of its arrival, which is only passed on.
     """
 
     client_id: ClientId
     header: Header
     frames: list[bytes]
     waited_s: float = 0.0
+    unix_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,9 +165,9 @@ class Stream:
 class Request:
     """A live request. `frames` are the client's behind its header, untouched.
 
-    `family` and `numerics_id` are those
-    of the worker whose tokens were passed on. `num_unnamed` counts heartbeats of the owner in a
-    row that did not name the request.
+    `family` and `numerics_id` are those of the worker whose tokens were passed on. `num_unnamed`
+    counts heartbeats of the owner in a row that did not name the request. `admitted_unix_s` is the
+    time that a chat template may show, the same for every owner.
     """
 
     request_id: RequestId
@@ -180,6 +180,7 @@ class Request:
     stamps: tuple[int, ...]
     stream: Stream
     prompt_bytes: int
+    admitted_unix_s: float = 0.0
     attempt: Attempt = NO_ATTEMPT
     owner: Worker | None = None
     owner_name: str = ""

@@ -89,6 +89,7 @@ class _Server:
         self._clients = Channel(clients, self._from_client, self._unsent_to_client)
         self._workers = Channel(workers, self._from_worker, self._unsent_to_worker)
         self._channels = [self._clients, self._workers]
+        self._driver.handle(Tick())  # from here on the machine's time counts
         return endpoints
 
     def close(self) -> None:
@@ -109,7 +110,7 @@ class _Server:
             self._driver.handle(ClientGarbage(client_id, error.error_code, error.message))
         else:
             waited_s = self._driver.stalled_s()
-            self._driver.handle(ClientMessage(client_id, header, frames, waited_s))
+            self._driver.handle(ClientMessage(client_id, header, frames, waited_s, time.time()))
 
     def _from_worker(self, frames: list[bytes]) -> None:
         routing_id = frames[0]

@@ -14,6 +14,7 @@ from llmrt.broker.effects import (
     UnwatchProcess,
     WatchProcess,
 )
+from llmrt.broker.events import ClientMessage
 from llmrt.broker.registry import Registry
 from llmrt.broker.requests import RequestTable
 from llmrt.broker.settings import BrokerSettings
@@ -64,6 +65,7 @@ class Timer(IntEnum):
     ENDED = auto()
     WORKER = auto()
     CLIENT = auto()
+    SETTLED = auto()
 
 
 TimerKey = tuple[Timer, bytes]
@@ -83,6 +85,8 @@ class State:
     beat_frame: bytes = field(init=False)
     num_decode_choices: int = 0
     num_prefill_choices: int = 0
+    # Requests that came before any worker, soon after the start.
+    early: list[ClientMessage] = field(default_factory=list)
     _watchers: dict[ProcessName, set[bytes]] = field(default_factory=lambda: defaultdict(set))
     _complained: set[bytes] = field(default_factory=set)
 

@@ -21,7 +21,9 @@ def worker(config: ConfigOption = None, **flags: object) -> None:
     from llmrt.actor.log import configure
     from llmrt.actor.runtime import run
     from llmrt.actor.supervisor import announce_ready
-    from llmrt.workers.server import serve
+    from llmrt.workers.server import default_worker_id, serve
 
+    if settings.worker_id is None:
+        settings = dataclasses.replace(settings, worker_id=default_worker_id(settings.role))
     configure("worker", settings.worker_id, level=settings.log_level)
     raise typer.Exit(run(serve(settings, on_ready=announce_ready)))

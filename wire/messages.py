@@ -261,13 +261,15 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `kind` is generate or tokenize: what the client asked for. With `num_forced` the last raw
     frame holds so many u32 token ids, which earlier attempts have passed on: the owner takes
-    them as drawn and goes on at the next sequence number.
+    them as drawn and goes on at the next sequence number. `admitted_unix_s` is the wall time that a
+    chat template may show: the same for every owner, or the prompt would change under the tokens.
     """
 
     kind: str = GENERATE
     prefill_worker: str | None = None
     prefill_epoch: int = 0
     num_forced: int = 0
+    admitted_unix_s: float = 0.0
 
 
 class PeerHello(msgspec.Struct, frozen=True, kw_only=True):

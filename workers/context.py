@@ -91,10 +91,11 @@ class WorkerContext:
         attempt: Attempt = NO_ATTEMPT,
         seq: int = 0,
         raw: Sequence[bytes] = (),
+        is_beat: bool = False,
     ) -> None:
         header = encode_header(kind, request_id, attempt=attempt, seq=seq)
         bodies = [] if body is None else [encode_body(body)]
-        self.effects.append(SendBroker([header, *bodies, *raw]))
+        self.effects.append(SendBroker([header, *bodies, *raw], is_beat))
 
     def send_peer(
         self,

@@ -157,7 +157,7 @@ class WorkerCore:
     def _send_heartbeat(self) -> None:
         self._links.has_news = False
         heartbeat = m.Heartbeat(load=self._load(), holding=self._holding())
-        self._context.send_broker(m.HEARTBEAT, heartbeat)
+        self._context.send_broker(m.HEARTBEAT, heartbeat, is_beat=True)
 
     def _start_step(self) -> None:
         batch = self._context.scheduler.schedule()
@@ -306,7 +306,7 @@ class WorkerCore:
             process=settings.process,
             holding=self._holding(),
         )
-        self._context.send_broker(m.REGISTER, register)
+        self._context.send_broker(m.REGISTER, register, is_beat=True)
 
     def _holding(self) -> tuple[m.Held, ...]:
         return (*self._owned.holding(), *self._offered.holding())

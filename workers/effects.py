@@ -17,7 +17,10 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class SendBroker:
+    """`is_beat`: a newer one follows soon, so it is not worth to wait for a broker that is away."""
+
     frames: list[bytes]
+    is_beat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +31,17 @@ class SendPeer:
 
 @dataclass(frozen=True, slots=True)
 class Tokenize:
-    """Render and tokenize a prompt; comes back as `Tokenized`."""
+    """Render and tokenize a prompt; comes back as `Tokenized`.
+
+    `admitted_unix_s` is the time that a template may show, in seconds since 1970.
+    """
 
     request_id: RequestId
     attempt: Attempt
     generate: Generate
     prompt: bytes
     add_special: bool = True
+    admitted_unix_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

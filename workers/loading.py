@@ -76,7 +76,11 @@ def load_model(
         arena=arena,
         contract=contract,
         max_context=max_context,
-        notes=(*opened.notes, *(f"unused tensor {name}" for name in opened.ignored)),
+        notes=(
+            *opened.notes,
+            *(f"unused tensor {name}" for name in opened.ignored),
+            *_remote_code_note(settings, spec),
+        ),
         seconds=seconds,
     )
 
@@ -88,6 +92,12 @@ def _max_context(settings: WorkerSettings, spec: ModelSpec) -> int:
             f"max_context is {wanted}: from 1 to the model's {spec.max_context} is possible"
         )
     return wanted or spec.max_context
+
+
+def _remote_code_note(settings: WorkerSettings, spec: ModelSpec) -> list[str]:
+    if not settings.trust_remote_code:
+        return []
+    return [f"trust_remote_code runs nothing: the built-in {spec.architecture} is used"]
 
 
 def _tokenizer(opened: OpenedModel) -> Tokenizer:

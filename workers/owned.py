@@ -249,6 +249,7 @@ class OwnedRequests:
             named_prefill=named,
             forced=forced,
             add_special=add_special,
+            admitted_unix_s=route.admitted_unix_s,
         )
 
     def _admit(self, request: OwnedRequest, prompt: bytes) -> None:
@@ -274,6 +275,7 @@ class OwnedRequests:
                     request.generate,
                     prompt,
                     add_special=request.add_special,
+                    admitted_unix_s=request.admitted_unix_s,
                 )
             )
 
@@ -428,7 +430,7 @@ class OwnedRequests:
         self._drop(request)
 
     def _log_end(self, request: OwnedRequest, outcome: str, **fields: object) -> None:
-        """The one wide line of a request."""
+        """This worker's part; the broker writes the one line of the request at `info`."""
         sequence = request.sequence
         fields |= {
             "request_id": request.request_id.hex(),
@@ -440,7 +442,7 @@ class OwnedRequests:
             "prefill_worker": request.prefill_worker,
             "num_preemptions": sequence.num_preemptions if sequence else 0,
         }
-        self._context.do(Log("request.finished", fields=fields))
+        self._context.do(Log("request.served", "debug", fields))
 
     def _send_end(self, request: OwnedRequest, kind: str, body: m.Finished | m.Failure) -> None:
         header = encode_header(

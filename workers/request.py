@@ -32,6 +32,7 @@ class OwnedRequest:
     prefill_worker: str = ""
     excluded: set[WorkerName] = field(default_factory=set)
     add_special: bool = True
+    admitted_unix_s: float = 0.0
 
     def timings_ms(self, now: float) -> dict[str, float]:
         """Stages of the request in milliseconds; they sum to `total`."""

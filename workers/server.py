@@ -49,9 +49,12 @@ async def serve(settings: WorkerSettings, *, on_ready: Callable[[], None] = lamb
     wrong settings, a model that cannot be loaded, or a broker that refuses.
     """
     _check(settings)
-    name = WorkerName(WorkerId(settings.worker_id or _default_id(settings)), time.time_ns())
+    name = WorkerName(
+        WorkerId(settings.worker_id or default_worker_id(settings.role)), time.time_ns()
+    )
     runtime_dir = settings.runtime_dir or default_runtime_dir()
     runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    remove_stale_sockets(runtime_dir)
     link_file = runtime_dir / f"{name.worker_id}.{os.getpid()}.link"
     arena_file = link_file.with_suffix(".arena")
     context = sockets.context()
@@ -83,10 +86,23 @@ async def serve(settings: WorkerSettings, *, on_ready: Callable[[], None] = lamb
             link_file.unlink()
 
 
+def remove_stale_sockets(folder: Path) -> None:
+    """Remove what workers left behind that were killed: files named for a process that is gone."""
+    for path in [*folder.glob("*.link"), *folder.glob("*.arena")]:
+        pid = path.name.split(".")[-2]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            path.unlink(missing_ok=True)
+
+
 def default_runtime_dir() -> Path:
     """Where sockets of workers on one host meet: of this user alone."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base) / "llmrt" if base else Path(f"/tmp/llmrt-{os.getuid()}")  # noqa: S108
+
+
+def default_worker_id(role: str) -> str:
+    """A name that no other worker has; one that is stable over restarts is the user's to give."""
+    return f"{role}-{socket.gethostname()}-{os.getpid()}"
 
 
 async def _serve_model(
@@ -190,7 +206,3 @@ def _check(settings: WorkerSettings) -> None:
             raise ConfigError(f"{name} is {getattr(settings, name)}: at least 1 is needed")
     if not settings.model.exists():
         raise ModelNotFound(f"no model at {settings.model}: give the path of a GGUF file or folder")
-
-
-def _default_id(settings: WorkerSettings) -> str:
-    return f"{settings.role}-{socket.gethostname()}-{os.getpid()}"

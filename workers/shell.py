@@ -62,6 +62,11 @@ def name_of(routing_id: bytes) -> WorkerName:
     return WorkerName(WorkerId(worker_id), int(epoch))
 
 
+def _fail(error: BaseException) -> None:
+    """A fault of ours on a thread: it ends the process, as one on the loop does."""
+    raise error
+
+
 class WorkerShell:
     """Owns sockets, threads and mappings of one worker. `run` returns when the worker ends."""
 
@@ -94,7 +99,7 @@ class WorkerShell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers: dict[WorkerName, Channel] = {}
         self._mapped: dict[WorkerName, tuple[Arena, Lifeline]] = {}
-        self._readers: dict[str, BulkReader] = {}
+        self._readers: dict[WorkerName, BulkReader] = {}
         self._mappers: dict[AttachedPeer, WorkerName] = {}
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._num_bad_messages = 0
@@ -149,8 +154,9 @@ class WorkerShell:
             case do.RunStep(batch):
                 running = self._step_thread.submit(self._device.run, batch)
                 running.add_done_callback(self._step_returned)
-            case do.SendBroker(frames):
-                self._broker.send(frames)
+            case do.SendBroker(frames, is_beat):
+                if not (is_beat and self._broker.waiting_bytes()):
+                    self._broker.send(frames)
             case do.SendPeer(peer, frames):
                 channel = self._peers.get(peer)
                 if channel is not None:
@@ -196,7 +202,10 @@ class WorkerShell:
     def _tokenize(self, effect: do.Tokenize) -> ev.Tokenized:
         try:
             token_ids = self._encoder.encode(
-                effect.generate, effect.prompt, now=time.time(), add_special=effect.add_special
+                effect.generate,
+                effect.prompt,
+                now=effect.admitted_unix_s,
+                add_special=effect.add_special,
             )
         except LlmrtError as error:
             failure = Failure(code=error.error_code, message=error.message)
@@ -204,7 +213,12 @@ class WorkerShell:
         return ev.Tokenized(effect.request_id, effect.attempt, token_ids)
 
     def _post(self, done: "Future[ev.Tokenized]") -> None:
-        if not done.cancelled():
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is not None:
+            self._call_soon(_fail, error)
+        else:
             self._call_soon(self._driver.handle, done.result())
 
     def _call_soon(self, call: Callable[..., None], *arguments: object) -> None:
@@ -267,6 +281,9 @@ class WorkerShell:
         channel = self._peers.pop(peer, None)
         if channel is not None:
             channel.close()
+        reader = self._readers.pop(peer, None)
+        if reader is not None:
+            self._spawn(reader.close())
 
     # -- arenas ------------------------------------------------------------------------------
 
@@ -325,9 +342,9 @@ class WorkerShell:
     async def _read(self, effect: do.ReadBlocks) -> None:
         failure = None
         try:
-            reader = self._readers.get(effect.address)
+            reader = self._readers.get(effect.owner)
             if reader is None:
-                reader = self._readers[effect.address] = BulkReader(effect.address)
+                reader = self._readers[effect.owner] = BulkReader(effect.address)
             await reader.read(
                 LeaseId(effect.lease_id),
                 effect.generation,

@@ -65,6 +65,20 @@ def test_effects_are_performed_in_order() -> None:
     run(main())
 
 
+def test_a_machine_that_raised_gets_no_more_events() -> None:
+    """Not even the one to say goodbye: to its peers it has crashed."""
+
+    async def main() -> None:
+        machine = Recorder(is_sound=False)
+        driver = Driver(machine, lambda effect: None, TICK, validate=True)
+        with pytest.raises(AssertionError):
+            driver.handle("a")
+        driver.handle("b")
+        assert machine.names == ["a"]
+
+    run(main())
+
+
 def test_an_event_out_of_an_effect_waits_for_the_other_effects() -> None:
     """Else its effects would overtake those that the machine ordered before."""
 

@@ -16,6 +16,7 @@ from tests.broker.conftest import (
     to_workers,
 )
 
+from llmrt.broker.core import SETTLE_BEATS
 from llmrt.broker.delivery import ENDED_KEPT_S, SLOW_READER_S
 from llmrt.broker.events import ClientGarbage, ClientMessage, ClientUnroutable, ProcessDied
 from llmrt.broker.requests import READER_WINDOW
@@ -65,7 +66,36 @@ def test_a_stream_passes_in_order_and_ends_once(rig: Rig) -> None:
 
 def test_without_a_decode_worker_a_request_is_refused_at_once(rig: Rig) -> None:
     rig.register("p0", "prefill")
+    rig.advance(SETTLE_BEATS)
     assert refusal(rig).code == "no_worker"
+
+
+def test_a_new_broker_waits_two_beats_for_a_first_worker(rig: Rig) -> None:
+    """The workers of its predecessor come with their next beat; a client may be faster."""
+    rig.hello()
+    assert to_clients(rig.generate(1)) == []
+    assert to_workers(rig.register("d0"), m.DISPATCH)
+
+
+def test_a_new_broker_does_not_wait_for_long(rig: Rig) -> None:
+    rig.hello()
+    rig.generate(1)
+    (sent,) = to_clients(rig.advance(SETTLE_BEATS), m.FAILED)
+    assert sent.failure.code == "no_worker"
+    assert rig.counters["requests_refused"] == 1
+
+
+def test_every_owner_is_told_the_same_time_of_admission(rig: Rig) -> None:
+    """Else a template would render another prompt for the tokens that were passed on."""
+    rig.hello()
+    rig.register("d0")
+    rig.register("d1")
+    header = encode_header(m.GENERATE, request_id(1))
+    frames = [header, encode_body(m.Tokenize()), b""]
+    message = ClientMessage(ALICE, decode_header(header), frames, unix_s=1e9)
+    (first,) = to_workers(rig.handle(message), m.DISPATCH)
+    (second,) = to_workers(rig.worker(first.to, m.BYE), m.DISPATCH)
+    assert first.route.admitted_unix_s == second.route.admitted_unix_s == 1e9
 
 
 def test_above_max_live_a_request_is_refused_at_once(make_rig: Callable[..., Rig]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from tests.broker.conftest import Rig, make_process, row, to_clients, to_workers
 
-from llmrt.broker.core import BrokerCore
+from llmrt.broker.core import SETTLE_BEATS, BrokerCore
 from llmrt.broker.events import ProcessDied, Tick
 from llmrt.broker.settings import BrokerSettings
 from llmrt.wire import messages as m
@@ -72,6 +72,8 @@ def test_one_process_may_be_worker_and_client(rig: Rig) -> None:
 
 
 def test_each_request_is_counted_once(rig: Rig) -> None:
+    rig.hello()
+    rig.advance(SETTLE_BEATS)
     rig.generate(1)
     rig.register("d0")
     for number in range(2, 8):
