@@ -205,6 +205,7 @@ class Stream:
             while isinstance(item := await mailbox.get(), StreamEvent):
                 events.append(item)
                 yield item
+                session.read_to(self._submit.request_id, item.seq + len(item.token_ids))
         finally:
             session.leave(self._submit.request_id)
         self._result = _result(self._submit.request_id, events, item)

@@ -7,7 +7,8 @@ at the latest `GRACE_S` after its deadline. Rules that are hard to see:
   wanted next. So one rule covers a lost message, a lost connection and a restarted broker:
   send it again.
 - Whatever names a call that is not live crossed with its end here: counted and dropped.
-- Tokens are acknowledged when they reach this process, together, every `ACK_S`.
+- Tokens are acknowledged when their reader has taken them, together, every `ACK_S`: a reader that
+  stalls holds back its own stream, and nothing piles up here.
 - A cancel that cannot be sent is owed until the link opens again.
 """
 
@@ -25,6 +26,7 @@ from llmrt.client.events import (
     Effect,
     End,
     Event,
+    ReadTo,
     Received,
     Rows,
     Send,
@@ -86,6 +88,7 @@ class _Call:
     heard_at: float = 0.0
     resend_s: float = RESEND_S
     sequencer: Sequencer = field(default_factory=Sequencer)
+    read_seq: int = 0
     acked_seq: int = 0
     num_gaps: int = 0
     gap_until: float = -math.inf
@@ -133,6 +136,8 @@ class ClientCore:
                     self._end_all(error)
             case SendFailed():
                 self._send_failed(event)
+            case ReadTo(request_id, seq):
+                self._read_to(request_id, seq, now)
             case CancelWanted(request_id):
                 self._cancel(request_id, RequestCancelled("cancelled by the caller"))
             case CloseWanted():
@@ -156,7 +161,7 @@ class ClientCore:
         for request_id, call in self._calls.items():
             assert (call.timer_at, request_id) in entries
             assert call.timer_at <= call.deadline + GRACE_S
-            assert call.acked_seq <= call.sequencer.next_seq
+            assert call.acked_seq <= call.read_seq <= call.sequencer.next_seq
             assert call.is_sent or not self._link.is_open
         assert self._unacked <= self._calls.keys()
         assert (self._ack_at < math.inf) == bool(self._unacked)
@@ -347,13 +352,14 @@ class ClientCore:
         else:
             call.num_gaps, call.gap_until, call.resend_s = 0, -math.inf, RESEND_S
             self._effects.append(Deliver(row.request_id, taken))
-            self._want_ack(call, now)
 
     def _finished(self, call: _Call, num_tokens: int, finished: Finished, now: float) -> None:
         if num_tokens > call.sequencer.next_seq:
             self._miss(call, now)
             return
         if call.sequencer.next_seq > call.acked_seq:
+            # All of it is here, and no more will come: nothing need be kept for the reader.
+            call.read_seq = call.sequencer.next_seq
             self._ack(call)
         if finished.finish_reason == "cancelled":
             self._end(call, RequestCancelled("the request was cancelled by the broker"))
@@ -379,15 +385,19 @@ class ClientCore:
             ),
         )
 
-    def _want_ack(self, call: _Call, now: float) -> None:
-        if call.sequencer.next_seq - call.acked_seq >= ACK_TOKENS:
+    def _read_to(self, request_id: RequestId, seq: int, now: float) -> None:
+        call = self._calls.get(request_id)
+        if call is None:
+            return  # the last tokens are read after the end has come
+        call.read_seq = max(call.read_seq, min(seq, call.sequencer.next_seq))
+        if call.read_seq - call.acked_seq >= ACK_TOKENS:
             self._ack(call)
-        elif call.sequencer.next_seq > call.acked_seq:
+        elif call.read_seq > call.acked_seq:
             self._unacked.add(call.submit.request_id)
             self._ack_at = min(self._ack_at, now + ACK_S)
 
     def _ack(self, call: _Call) -> None:
-        call.acked_seq = call.sequencer.next_seq
+        call.acked_seq = call.read_seq
         request_id = call.submit.request_id
         self._effects.append(Send([encode_header(ACK, request_id, seq=call.acked_seq)]))
         self._settle(request_id)

@@ -58,6 +58,14 @@ class SendFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadTo:
+    """The reader of a stream has taken every token below `seq`."""
+
+    request_id: RequestId
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
 class CancelWanted:
     request_id: RequestId
 
@@ -73,7 +81,7 @@ class Tick:
 
 
 Event: TypeAlias = (
-    Submit | Received | BadMessageReceived | SendFailed | CancelWanted | CloseWanted | Tick
+    Submit | Received | BadMessageReceived | SendFailed | ReadTo | CancelWanted | CloseWanted | Tick
 )
 
 

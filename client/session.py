@@ -16,6 +16,7 @@ from llmrt.client.events import (
     Effect,
     End,
     Event,
+    ReadTo,
     Received,
     Rows,
     Send,
@@ -110,6 +111,11 @@ class Session:
     def cancel(self, request_id: RequestId) -> None:
         if self._channel is not None:
             self._handle(CancelWanted(request_id))
+
+    def read_to(self, request_id: RequestId, seq: int) -> None:
+        """The reader has taken every token below `seq`."""
+        if self._channel is not None and request_id in self._mailboxes:
+            self._handle(ReadTo(request_id, seq))
 
     def leave(self, request_id: RequestId) -> None:
         """The reader of a call goes: cancel it unless it has ended."""

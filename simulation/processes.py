@@ -339,6 +339,8 @@ class SimClient(Process):
                 outcome.tokens += event.token_ids
                 outcome.text += event.text
                 world.record(self.name, request_id, event.seq, event.token_ids)
+                read = client_ev.ReadTo(request_id, len(outcome.tokens))
+                world.after(0.0, lambda: self.handle(read))
             case client_ev.End(request_id, end):
                 outcome = self.outcomes[request_id]
                 outcome.ends.append(end)

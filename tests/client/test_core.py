@@ -26,6 +26,7 @@ from llmrt.client.events import (
     Effect,
     End,
     Event,
+    ReadTo,
     Received,
     Rows,
     Send,
@@ -406,7 +407,9 @@ def test_tokens_are_acknowledged_together_after_a_pause() -> None:
     h = Harness()
     h.open_with()
     h.rows(row(0, 7))
+    h.handle(ReadTo(A, 1))
     h.rows(row(1, 8))
+    h.handle(ReadTo(A, 2))
     acks = sent(h.run_until(h.now + 5 * ACK_S), ACK)
     assert [(header.request_id, header.seq) for header in acks] == [(A, 2)]
 
@@ -414,9 +417,26 @@ def test_tokens_are_acknowledged_together_after_a_pause() -> None:
 def test_many_tokens_are_acknowledged_at_once() -> None:
     h = Harness()
     h.open_with()
-    acks = sent(h.rows(row(0, *range(ACK_TOKENS))), ACK)
+    h.rows(row(0, *range(ACK_TOKENS)))
+    acks = sent(h.handle(ReadTo(A, ACK_TOKENS)), ACK)
     assert [header.seq for header in acks] == [ACK_TOKENS]
     assert sent(h.run_until(h.now + 5 * ACK_S), ACK) == []
+
+
+def test_a_reader_that_stalls_is_not_acknowledged_for() -> None:
+    """So the broker stops sending, and the other streams of this session go on."""
+    h = Harness()
+    h.open_with()
+    h.rows(row(0, *range(10 * ACK_TOKENS)))
+    assert sent(h.run_until(h.now + 5 * ACK_S), ACK) == []
+
+
+def test_a_reader_cannot_have_read_what_has_not_come() -> None:
+    h = Harness()
+    h.open_with()
+    h.rows(row(0, 7))
+    h.handle(ReadTo(A, 99))
+    assert [header.seq for header in sent(h.run_until(h.now + 5 * ACK_S), ACK)] == [1]
 
 
 def test_the_end_acknowledges_the_rest() -> None:
