@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from llmrt.engine.batch import LOCAL_ARENA, Device
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.host_memory import available_bytes
+from llmrt.kvtransfer.layout import blocks_for
 from llmrt.models.chat_template import ChatTemplate
 from llmrt.models.loading import OpenedModel, open_model
 from llmrt.models.spec import ModelSpec
@@ -144,12 +145,10 @@ def _make_arena(
     block_bytes = _contract(settings, spec, None, "", "").block_bytes
     if settings.kv_tokens is not None:
         num_tokens = settings.kv_tokens
-        if num_tokens < BLOCK_TOKENS:
-            raise ConfigError(f"kv_tokens is {num_tokens}: at least {BLOCK_TOKENS} are needed")
     else:
         share = int(available_bytes() * MAX_MEMORY_SHARE) // block_bytes * BLOCK_TOKENS
         num_tokens = max(BLOCK_TOKENS, min(DEFAULT_CONTEXTS * max_context, share))
-    return Arena.create(-(-num_tokens // BLOCK_TOKENS), block_bytes, generation=generation)
+    return Arena.create(blocks_for(num_tokens), block_bytes, generation=generation)
 
 
 def _contract(

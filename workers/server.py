@@ -18,6 +18,7 @@ from llmrt.engine.scheduler import Scheduler, SchedulerSettings
 from llmrt.kvtransfer.ledger import Ledger
 from llmrt.wire.errors import ConfigError, ModelNotFound
 from llmrt.wire.ids import WorkerId, WorkerName
+from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.workers.context import CoreSettings
 from llmrt.workers.core import WorkerCore
 from llmrt.workers.loading import LoadedModel, Progress, load_model
@@ -204,5 +205,9 @@ def _check(settings: WorkerSettings) -> None:
     for name in ("max_running", "max_waiting", "step_tokens"):
         if getattr(settings, name) < 1:
             raise ConfigError(f"{name} is {getattr(settings, name)}: at least 1 is needed")
+    if settings.kv_tokens is not None and settings.kv_tokens < BLOCK_TOKENS:
+        raise ConfigError(
+            f"kv_tokens is {settings.kv_tokens}: at least {BLOCK_TOKENS}, one block, are needed"
+        )
     if not settings.model.exists():
         raise ModelNotFound(f"no model at {settings.model}: give the path of a GGUF file or folder")
