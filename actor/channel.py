@@ -66,6 +66,9 @@ class Channel:
         self._on_unsent = on_unsent
         self._max_outbox_bytes = max_outbox_bytes
         self._is_router = socket.type == zmq.ROUTER
+        # The first message of a turn goes out at once; those behind it together at its end, so that
+        # libzmq wakes its thread once for all of them (measured: a fifth of a broker's time).
+        self._ready: list[Frames] = []
         self._outboxes: dict[bytes, _Outbox] = {}
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.SocketOption.FD))
@@ -80,22 +83,25 @@ class Channel:
         if self._is_closed:
             self._give_back(frames, CLOSED)
             return
-        peer = frames[0] if self._is_router else b""
-        outbox = self._outboxes.get(peer)
-        if outbox is not None or not self._try_send(frames):
-            self._keep(peer, frames)
-        self._pump_soon()
+        if self._is_pump_due:
+            self._ready.append(frames)
+        else:
+            self._send_or_keep(frames)
+            self._pump_soon()
 
     def waiting_bytes(self, peer: bytes = b"") -> int:
-        """Bytes in the outbox of a peer (of a DEALER: of its only one)."""
+        """Bytes that wait to go to a peer (of a DEALER: to its only one)."""
         outbox = self._outboxes.get(peer)
-        return 0 if outbox is None else outbox.size_bytes
+        ready = [f for f in self._ready if not self._is_router or f[0] == peer]
+        kept_bytes = 0 if outbox is None else outbox.size_bytes
+        return kept_bytes + sum(len(frame) for frames in ready for frame in frames)
 
     def close(self) -> None:
         """Close the socket. libzmq goes on sending what it took, for `LINGER` at most."""
         if self._is_closed:
             return
         self._flush()
+        self._send_ready()
         self._is_closed = True
         self._loop.remove_reader(self._fd)
         for outbox in self._outboxes.values():
@@ -117,11 +123,14 @@ class Channel:
         self._is_pump_due = False
         if self._is_closed:
             return
-        # Before the flush: this takes in which peers take messages again, or left; a send may
-        # put that off (libzmq throttles it), and the descriptor would not signal it again.
-        is_drained = not int(_get(self._socket, _EVENTS)) & _POLLIN
         if self._outboxes:
+            # This takes in which peers take messages again, or left; a send may put that off
+            # (libzmq throttles it), and the descriptor would not signal it again.
+            _get(self._socket, _EVENTS)
             self._flush()
+        self._send_ready()
+        # Behind the sends, which may have swallowed the signal of what has come.
+        is_drained = not int(_get(self._socket, _EVENTS)) & _POLLIN
         try:
             for _ in range(0 if is_drained else _MESSAGES_PER_TURN):
                 frames = self._receive()
@@ -148,6 +157,22 @@ class Channel:
             frame = _recv(socket, _NOBLOCK, False)
             frames.append(frame.bytes)
         return frames
+
+    def _send_ready(self) -> None:
+        ready, self._ready = self._ready, []
+        for frames in ready:
+            self._send_or_keep(frames)
+
+    def _send_or_keep(self, frames: Frames) -> None:
+        peer = frames[0] if self._is_router else b""
+        if peer in self._outboxes or not self._try_send(frames):
+            self._keep(peer, frames)
+
+    def _retry_later(self) -> None:
+        """A send to one peer may swallow the signal that another takes messages again."""
+        if not self._is_retry_due:
+            self._is_retry_due = True
+            self._loop.call_later(_RETRY_S, self._retry)
 
     def _retry(self) -> None:
         self._is_retry_due = False
@@ -178,6 +203,7 @@ class Channel:
             return
         outbox.messages.append(frames)
         outbox.size_bytes += size_bytes
+        self._retry_later()
 
     def _flush(self) -> None:
         for peer, outbox in list(self._outboxes.items()):
@@ -186,10 +212,8 @@ class Channel:
                 outbox.size_bytes -= sum(map(len, messages.popleft()))
             if not messages:
                 del self._outboxes[peer]
-        if self._outboxes and not self._is_retry_due:
-            # A send to one peer may swallow the signal that another takes messages again.
-            self._is_retry_due = True
-            self._loop.call_later(_RETRY_S, self._retry)
+        if self._outboxes:
+            self._retry_later()
 
     def _give_back(self, frames: Frames, reason: str) -> None:
         self._loop.call_soon(self._on_unsent, frames, reason)

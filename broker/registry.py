@@ -70,6 +70,7 @@ class Registry:
         self._by_id: dict[WorkerId, Worker] = {}
         self._families: list[KvContract] = []
         self._peers_frames: list[bytes] | None = None
+        self._models: list[str] | None = None
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._by_id.values())
@@ -131,7 +132,7 @@ class Registry:
         )
         self._by_routing_id[routing_id] = worker
         self._by_id[worker.name.worker_id] = worker
-        self._peers_frames = None
+        self._peers_frames = self._models = None
         return worker
 
     def move(self, worker: Worker, routing_id: bytes, card: Register) -> None:
@@ -140,15 +141,18 @@ class Registry:
         worker.routing_id, worker.card = routing_id, card
         worker.family = self._family_of(card.contract)
         self._by_routing_id[routing_id] = worker
-        self._peers_frames = None
+        self._peers_frames = self._models = None
 
     def remove(self, worker: Worker) -> None:
         del self._by_routing_id[worker.routing_id]
         del self._by_id[worker.name.worker_id]
-        self._peers_frames = None
+        self._peers_frames = self._models = None
 
     def models(self) -> list[str]:
-        return sorted({worker.card.model for worker in self if worker.can_decode})
+        """Names of the models that somebody decodes, in order."""
+        if self._models is None:
+            self._models = sorted({worker.card.model for worker in self if worker.can_decode})
+        return self._models
 
     def decoders(
         self, model: str, *, family: int | None, avoid: Worker | None, now: float
