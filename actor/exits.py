@@ -52,5 +52,10 @@ def report(error: BaseException) -> int:
     elif not isinstance(error, KeyboardInterrupt):
         import structlog  # takes some 0.1 s, and most errors are known
 
+        if not structlog.is_configured():
+            # By default structlog writes to stdout, and shows local variables: prompts, say.
+            from llmrt.actor.log import configure
+
+            configure("cli")
         structlog.get_logger(__name__).error("process.crashed", error=repr(error), exc_info=error)
     return exit_code(error)

@@ -57,6 +57,10 @@ async def _top(main: Coroutine[Any, Any, int | None]) -> int:
     return code or ending.code
 
 
+# What a process that has found a fault in itself gets to clean up.
+FAULT_EXIT_S = 10.0
+
+
 class _Ending:
     """Why `task` is being cancelled."""
 
@@ -64,6 +68,7 @@ class _Ending:
         self.code = OK
         self._task = task
         self._is_signalled = False
+        self._is_faulted = False
 
     def on_signal(self, number: signal.Signals) -> None:
         if self._is_signalled:
@@ -72,9 +77,12 @@ class _Ending:
         self.code = max(self.code, INTERRUPTED if number == signal.SIGINT else OK)
         self._task.cancel()
 
-    def on_fault(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def on_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End in order, but end: cleaning up may hang where something is broken."""
         error = context.get("exception")
         log.error("process.callback_failed", error=context["message"], exc_info=error)
-        if error is not None:
+        if error is not None and not self._is_faulted:
+            self._is_faulted = True
             self.code = FAILED
             self._task.cancel()
+            loop.call_later(FAULT_EXIT_S, os._exit, FAILED)

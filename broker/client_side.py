@@ -1,5 +1,7 @@
 """What clients ask of the broker."""
 
+from hashlib import blake2b
+
 import msgspec
 
 from llmrt.broker.clients import Client
@@ -196,6 +198,10 @@ def _ask(state: State, client: Client, event: ClientMessage, now: float) -> None
                 f"request id {request_id.hex()} is in use by another client: take a random one"
             )
         else:
+            if known.body_digest and known.body_digest != _digest(event.frames):
+                raise RequestConflict(
+                    f"request id {request_id.hex()} was used for another request: take a random one"
+                )
             _attach(state, known, header.seq, now)
     except LlmrtError as error:
         state.count("requests_refused")
@@ -208,10 +214,23 @@ def _ask(state: State, client: Client, event: ClientMessage, now: float) -> None
         )
 
 
+def _digest(frames: list[bytes]) -> bytes:
+    """Of what is asked; the header of a repeat differs."""
+    digest = blake2b(digest_size=16)
+    for frame in frames[1:]:
+        digest.update(len(frame).to_bytes(8, "little"))
+        digest.update(frame)
+    return digest.digest()
+
+
 def _attach(state: State, known: Request | Ended, seq: int, now: float) -> None:
     state.count("requests_attached")
     if isinstance(known, Ended):
-        replay_ended(state, known, seq)
+        if not replay_ended(state, known, seq):
+            raise RequestConflict(
+                f"request {known.request_id.hex()} has ended, and its reader has read it: "
+                "take another id"
+            )
     elif not replay(state, known, seq, now):
         fail_gone_rows(state, known, seq, now)
 
@@ -249,6 +268,7 @@ def _admit(state: State, client: Client, event: ClientMessage, now: float) -> No
         stamps=header.stamps,
         stream=Stream(requests.output, acked_seq=header.seq),
         prompt_bytes=sum(map(len, frames)),
+        body_digest=_digest(frames),
         admitted_unix_s=event.unix_s,
     )
     requests.admit(request)

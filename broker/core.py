@@ -67,6 +67,24 @@ SETTLE_BEATS = 2.0
 MAX_EARLY = 1024
 
 
+def _check(settings: BrokerSettings) -> None:
+    """Raise `ConfigError` for a number that cannot be meant."""
+    for name in ("beat_s", "dead_after_beats", "default_deadline_s", "max_deadline_s"):
+        value = getattr(settings, name)
+        if not 0 < value < 1e9:
+            raise ConfigError(f"{name} is {value!r}: a number above 0 is needed")
+    for name in ("max_live", "max_attempts"):
+        value = getattr(settings, name)
+        if value < 1:
+            raise ConfigError(f"{name} is {value!r}: at least 1 is needed")
+    if not 0 <= settings.resume_window_s < 1e9:
+        raise ConfigError(f"resume_window_s is {settings.resume_window_s!r}: 0 or more is needed")
+    if settings.bind == settings.worker_bind and not settings.bind.endswith((":*", ":0")):
+        raise ConfigError(
+            f"bind and worker_bind are both {settings.bind}: clients and workers need two endpoints"
+        )
+
+
 class BrokerCore:
     """`epoch` is new at every start, and higher than before: nanoseconds since 1970, say."""
 
@@ -75,6 +93,7 @@ class BrokerCore:
             policy = getattr(settings, name)
             if policy not in POLICIES:
                 raise ConfigError(f"{name} is {policy!r}: one of {', '.join(POLICIES)} is expected")
+        _check(settings)
         self._state = State(settings, epoch)
 
     @property

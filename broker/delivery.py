@@ -49,11 +49,13 @@ def replay(state: State, request: Request, seq: int, now: float) -> bool:
     return True
 
 
-def replay_ended(state: State, ended: Ended, seq: int) -> None:
-    """Send the rows from token `seq` on, as far as they are kept, and the end again."""
-    if ended.stream.rewind(seq):
-        send_rows(state, ended.client_id, ended.stream.take_unsent(is_last=True))
+def replay_ended(state: State, ended: Ended, seq: int) -> bool:
+    """Send the rows from token `seq` on and the end again; False if the rows are gone."""
+    if seq < ended.stream.first_kept_seq or not ended.stream.rewind(seq):
+        return False
+    send_rows(state, ended.client_id, ended.stream.take_unsent(is_last=True))
     state.to_client(ended.client_id, ended.terminal)
+    return True
 
 
 def end(state: State, request: Request, terminal: list[bytes], now: float, *, outcome: str) -> None:

@@ -68,6 +68,11 @@ class Stream:
         """Rows wait for the reader's credit."""
         return self._num_sent < len(self._rows)
 
+    @property
+    def first_kept_seq(self) -> int:
+        """The first token whose row can still be sent again."""
+        return self._rows[0].seq if self._rows else self.next_seq
+
     def accept(self, row: StepRow) -> None:
         """Take the next row; the caller has checked its sequence number."""
         self.next_seq += row.num_tokens
@@ -180,6 +185,7 @@ class Request:
     stamps: tuple[int, ...]
     stream: Stream
     prompt_bytes: int
+    body_digest: bytes = b""
     admitted_unix_s: float = 0.0
     attempt: Attempt = NO_ATTEMPT
     owner: Worker | None = None
@@ -203,6 +209,7 @@ class Ended:
     client_id: ClientId
     stream: Stream
     terminal: list[bytes]
+    body_digest: bytes = b""
 
 
 @dataclass(slots=True)
@@ -225,7 +232,9 @@ class RequestTable:
         self.homeless.pop(request.request_id, None)
         self.prompt_bytes -= request.prompt_bytes
         request.stream.end()
-        ended = Ended(request.request_id, request.client_id, request.stream, terminal)
+        ended = Ended(
+            request.request_id, request.client_id, request.stream, terminal, request.body_digest
+        )
         self.ended[request.request_id] = ended
         return ended
 

@@ -142,6 +142,9 @@ class _Server:
             case WatchProcess(process):
                 watch = watch_process(process, lambda: self._found_dead(process))
                 if watch is not None:
+                    before = self._watches.pop(process, None)
+                    if before is not None:
+                        before.close()
                     self._watches[process] = watch
             case UnwatchProcess(process):
                 ended = self._watches.pop(process, None)

@@ -294,6 +294,7 @@ def _end_from_worker(
         ),
         *frames[1:],
     ]
+    request.prefill_worker = fields.pop("prefill_worker", request.prefill_worker)
     end(state, request, terminal, now, outcome=outcome)
     log_end(state, request, now, outcome=outcome, **fields)
 
@@ -312,6 +313,7 @@ def _outcome(header: Header, frames: list[bytes]) -> tuple[str, dict[str, Any]]:
         "completion_tokens": finished.usage.completion_tokens,
         "cached_tokens": finished.usage.cached_tokens,
         "timings_ms": finished.timings_ms,
+        "prefill_worker": finished.prefill_worker,
         "num_preemptions": finished.num_preemptions,
     }
 

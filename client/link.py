@@ -64,8 +64,9 @@ class Link:
             return False
         self.welcome = welcome
         self._broker_epoch = welcome.broker_epoch
-        self._beat_s = welcome.beat_s
-        self._beat_at = now + welcome.beat_s
+        # A broker's word, but the timers are ours.
+        self._beat_s = welcome.beat_s if 0.01 <= welcome.beat_s <= 60 else DEFAULT_BEAT_S
+        self._beat_at = now + self._beat_s
         return True
 
     def is_of_other_broker(self, epoch: int) -> bool:

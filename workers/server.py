@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import socket
 import sys
 import time
@@ -38,6 +39,8 @@ class _Sockets(NamedTuple):
     link_at: str
 
 
+# A part of file names, routing ids and log lines.
+WORKER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 ROLES = ("both", "prefill", "decode")
 TRANSFERS = ("auto", "shm", "tcp")
 PLACEMENTS = ("auto", "local", "remote")
@@ -54,7 +57,12 @@ async def serve(settings: WorkerSettings, *, on_ready: Callable[[], None] = lamb
         WorkerId(settings.worker_id or default_worker_id(settings.role)), time.time_ns()
     )
     runtime_dir = settings.runtime_dir or default_runtime_dir()
-    runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"runtime_dir is {runtime_dir}: it cannot be made ({error.strerror}); choose another"
+        ) from None
     remove_stale_sockets(runtime_dir)
     link_file = runtime_dir / f"{name.worker_id}.{os.getpid()}.link"
     arena_file = link_file.with_suffix(".arena")
@@ -202,9 +210,15 @@ def _check(settings: WorkerSettings) -> None:
         value = getattr(settings, name)
         if value not in allowed:
             raise ConfigError(f"{name} is {value!r}: one of {', '.join(allowed)} is needed")
-    for name in ("max_running", "max_waiting", "step_tokens"):
-        if getattr(settings, name) < 1:
-            raise ConfigError(f"{name} is {getattr(settings, name)}: at least 1 is needed")
+    for name in ("max_running", "max_waiting", "step_tokens", "threads"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}: at least 1 is needed")
+    if settings.worker_id is not None and not WORKER_ID.fullmatch(settings.worker_id):
+        raise ConfigError(
+            f"worker_id is {settings.worker_id[:80]!r}: 1 to 64 letters, digits, '.', '_' or '-' "
+            "are needed"
+        )
     if settings.kv_tokens is not None and settings.kv_tokens < BLOCK_TOKENS:
         raise ConfigError(
             f"kv_tokens is {settings.kv_tokens}: at least {BLOCK_TOKENS}, one block, are needed"

@@ -98,6 +98,27 @@ def test_every_owner_is_told_the_same_time_of_admission(rig: Rig) -> None:
     assert first.route.admitted_unix_s == second.route.admitted_unix_s == 1e9
 
 
+def test_an_id_that_is_used_for_another_body_is_refused(rig: Rig) -> None:
+    rig.register("d0")
+    rig.generate(1)
+    header = encode_header(m.GENERATE, request_id(1))
+    frames = [header, encode_body(m.Tokenize()), b"another prompt"]
+    effects = rig.handle(ClientMessage(ALICE, decode_header(header), frames))
+    (sent,) = to_clients(effects, m.FAILED)
+    assert sent.failure.code == "request_conflict"
+
+
+def test_an_ended_request_that_was_read_is_not_read_again(rig: Rig) -> None:
+    """Its rows are gone: an end without them would leave the reader waiting for tokens."""
+    rig.register("d0")
+    rig.generate(1)
+    rig.step("d0", row(1, 0, 7))
+    rig.client(m.ACK, 1, seq=1)
+    rig.finish("d0", 1, seq=1)
+    (sent,) = to_clients(rig.generate(1))
+    assert sent.failure.code == "request_conflict"
+
+
 def test_above_max_live_a_request_is_refused_at_once(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(max_live=1)
     rig.register("d0")

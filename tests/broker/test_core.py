@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tests.broker.conftest import Rig, make_process, row, to_clients, to_workers
@@ -104,3 +105,18 @@ def test_live_requests_cost_nothing_while_nothing_happens(make_rig: Callable[...
         rig.client(m.BEAT)
         core.next_deadline()
     assert time.process_time() - started < 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("beat_s", float("nan")),
+        ("beat_s", -1.0),
+        ("dead_after_beats", 0.0),
+        ("max_live", -5),
+        ("worker_bind", BrokerSettings().bind),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        BrokerCore(BrokerSettings(**{name: value}), epoch=1)
