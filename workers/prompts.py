@@ -4,7 +4,6 @@ from array import array
 
 from llmrt.models.chat_template import ChatTemplate
 from llmrt.models.tokenizer import Tokenizer
-
 from llmrt.wire.errors import ContextLengthExceeded, InvalidRequest
 from llmrt.wire.messages import Generate
 
