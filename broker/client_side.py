@@ -1,7 +1,5 @@
 """What clients ask of the broker."""
 
-from hashlib import blake2b
-
 import msgspec
 
 from llmrt.broker.clients import Client
@@ -198,7 +196,7 @@ def _ask(state: State, client: Client, event: ClientMessage, now: float) -> None
                 f"request id {request_id.hex()} is in use by another client: take a random one"
             )
         else:
-            if known.body_digest and known.body_digest != _digest(event.frames):
+            if not known.asks(event.frames[1:]):
                 raise RequestConflict(
                     f"request id {request_id.hex()} was used for another request: take a random one"
                 )
@@ -212,15 +210,6 @@ def _ask(state: State, client: Client, event: ClientMessage, now: float) -> None
             error=error.error_code,
             detail=error.message,
         )
-
-
-def _digest(frames: list[bytes]) -> bytes:
-    """Of what is asked; the header of a repeat differs."""
-    digest = blake2b(digest_size=16)
-    for frame in frames[1:]:
-        digest.update(len(frame).to_bytes(8, "little"))
-        digest.update(frame)
-    return digest.digest()
 
 
 def _attach(state: State, known: Request | Ended, seq: int, now: float) -> None:
@@ -268,7 +257,6 @@ def _admit(state: State, client: Client, event: ClientMessage, now: float) -> No
         stamps=header.stamps,
         stream=Stream(requests.output, acked_seq=header.seq),
         prompt_bytes=sum(map(len, frames)),
-        body_digest=_digest(frames),
         admitted_unix_s=event.unix_s,
     )
     requests.admit(request)
@@ -291,14 +279,14 @@ def _model_of(state: State, kind: str, frames: list[bytes]) -> str:
             f"{len(state.workers)} workers are alive, none of role both or decode: "
             "start one (llmrt worker --role both)"
         )
+    if choice is None and len(models) == 1:
+        return models[0]
+    if choice in models:
+        return choice
     served = ", ".join(models)
     if choice is None:
-        if len(models) > 1:
-            raise InvalidRequest(f"model is missing, and several are served: name one of {served}")
-        return models[0]
-    if choice not in models:
-        raise ModelNotFound(f"model {choice!r} is not served here: name one of {served}")
-    return choice
+        raise InvalidRequest(f"model is missing, and several are served: name one of {served}")
+    raise ModelNotFound(f"model {choice!r} is not served here: name one of {served}")
 
 
 def _cancel(state: State, client: Client, request_id: RequestId, now: float) -> None:

@@ -118,19 +118,20 @@ class BrokerCore:
     def _take(self, event: Event, now: float) -> None:
         state = self._state
         match event:
-            case WorkerMessage(routing_id, header, frames):
+            # Captures in the patterns of the frequent two would take a microsecond each.
+            case WorkerMessage():
                 try:
-                    on_worker_message(state, routing_id, header, frames, now)
+                    on_worker_message(state, event, now)
                 except ProtocolError as error:
-                    state.complain(routing_id, error.error_code, error.message)
-            case ClientMessage(client_id, header) if self._is_early(header.kind, now):
+                    state.complain(event.routing_id, error.error_code, error.message)
+            case ClientMessage() if self._is_early(event.header.kind, now):
                 state.early.append(event)
                 state.timers.set_no_later((Timer.SETTLED, b""), self._settled_at)
-            case ClientMessage(client_id, header):
+            case ClientMessage():
                 try:
                     on_client_message(state, event, now)
                 except ProtocolError as error:
-                    self._reject(client_id, error, header.request_id)
+                    self._reject(event.client_id, error, event.header.request_id)
             case ClientGarbage(client_id, code, text):
                 self._reject(client_id, ProtocolError(text, code=code))
             case WorkerGarbage(routing_id, code, text):
@@ -183,10 +184,10 @@ class BrokerCore:
     def _is_early(self, kind: str, now: float) -> bool:
         """Whether a request came before the workers could: it waits for them, not for long."""
         return (
-            kind in (GENERATE, TOKENIZE)
+            not self._state.workers.models()
+            and kind in (GENERATE, TOKENIZE)
             and now < self._settled_at
             and len(self._state.early) < MAX_EARLY
-            and not self._state.workers.models()
         )
 
     def _reject(self, client_id: ClientId, error: ProtocolError, request_id: bytes = b"") -> None:

@@ -31,7 +31,7 @@ def flush(state: State, request: Request, now: float) -> list[StepRow]:
     if request.stream.is_behind:
         if key not in state.timers:
             state.timers.set(key, now + SLOW_READER_S)
-    elif key in state.timers:
+    else:
         state.timers.drop(key)
     return rows
 

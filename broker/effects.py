@@ -1,38 +1,34 @@
-"""What a broker's machine wants done."""
+"""What a broker's machine wants done: structs of msgspec, as its events are."""
 
-from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import msgspec
 
 from llmrt.wire.ids import ClientId
 from llmrt.wire.messages import ProcessName
 
 
-@dataclass(frozen=True, slots=True)
-class SendClient:
+class SendClient(msgspec.Struct, frozen=True, gc=False):
     client_id: ClientId
     frames: list[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class SendWorker:
+class SendWorker(msgspec.Struct, frozen=True, gc=False):
     routing_id: bytes
     frames: list[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class WatchProcess:
+class WatchProcess(msgspec.Struct, frozen=True, gc=False):
     """Report `ProcessDied` when this process ends, if it runs on this host."""
 
     process: ProcessName
 
 
-@dataclass(frozen=True, slots=True)
-class UnwatchProcess:
+class UnwatchProcess(msgspec.Struct, frozen=True, gc=False):
     process: ProcessName
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(msgspec.Struct, frozen=True, gc=False):
     """`level` is debug, info, warning or error."""
 
     event: str

@@ -1,15 +1,18 @@
-"""What can happen to a broker."""
+"""What can happen to a broker.
 
-from dataclasses import dataclass
+Structs of msgspec: one is built per message, in a tenth of the time of a frozen dataclass.
+"""
+
 from typing import TypeAlias
+
+import msgspec
 
 from llmrt.wire.envelope import Header
 from llmrt.wire.ids import ClientId
 from llmrt.wire.messages import ProcessName
 
 
-@dataclass(frozen=True, slots=True)
-class ClientMessage:
+class ClientMessage(msgspec.Struct, frozen=True, gc=False):
     """`frames` begins with the encoded header, without routing ids.
 
     `waited_s` is how long it may have waited unread because this process did not run. `unix_s` is
@@ -23,8 +26,7 @@ class ClientMessage:
     unix_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerMessage:
+class WorkerMessage(msgspec.Struct, frozen=True, gc=False):
     """`frames` begins with the encoded header, without routing ids."""
 
     routing_id: bytes
@@ -32,8 +34,7 @@ class WorkerMessage:
     frames: list[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class ClientGarbage:
+class ClientGarbage(msgspec.Struct, frozen=True, gc=False):
     """A client sent bytes without a header of this protocol."""
 
     client_id: ClientId
@@ -41,8 +42,7 @@ class ClientGarbage:
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerGarbage:
+class WorkerGarbage(msgspec.Struct, frozen=True, gc=False):
     """Something on the workers' socket sent bytes without a header of this protocol."""
 
     routing_id: bytes
@@ -50,31 +50,27 @@ class WorkerGarbage:
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class ClientUnroutable:
+class ClientUnroutable(msgspec.Struct, frozen=True, gc=False):
     """A message to a client was not sent: no connection, or its outbox is full."""
 
     client_id: ClientId
     frames: list[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerUnroutable:
+class WorkerUnroutable(msgspec.Struct, frozen=True, gc=False):
     """A message to a worker was not sent: no connection, or its outbox is full."""
 
     routing_id: bytes
     frames: list[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessDied:
+class ProcessDied(msgspec.Struct, frozen=True, gc=False):
     """The kernel says that a watched process has ended."""
 
     process: ProcessName
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True, gc=False):
     """`next_deadline` has passed."""
 
 

@@ -1,13 +1,13 @@
 """Which worker gets a request: plain functions of what the broker knows."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from llmrt.wire.ids import WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A worker that could take the request.
 
     `load` is comparable between candidates only. `pressure` decides between equal loads. A
@@ -25,6 +25,8 @@ def choose(policy: str, candidates: Sequence[Candidate], cursor: int) -> Candida
 
     `cursor` is the number of choices made before; it moves ties and turns on.
     """
+    if len(candidates) == 1:
+        return candidates[0]
     fresh = [candidate for candidate in candidates if not candidate.is_stale] or candidates
     return POLICIES[policy](fresh, cursor) if fresh else None
 

@@ -160,14 +160,15 @@ class Registry:
         """Workers that may own a request; `avoid` only if there is no other."""
         workers = [
             worker
-            for worker in self
+            for worker in self._by_id.values()
             if worker.can_decode
             and worker.suspect_at is None
             and worker.card.model == model
             and (family is None or worker.family == family)
         ]
-        others = [worker for worker in workers if worker is not avoid]
-        return [self._decode_candidate(worker, now) for worker in others or workers]
+        if avoid in workers and len(workers) > 1:
+            workers.remove(avoid)
+        return [self._decode_candidate(worker, now) for worker in workers]
 
     def prefillers(self, owner: Worker, now: float) -> list[Candidate]:
         """Prefill workers whose blocks mean the same as the owner's."""
@@ -180,7 +181,7 @@ class Registry:
                 pressure=worker.load.num_waiting_tokens,
                 is_stale=self.is_stale(worker, now),
             )
-            for worker in self
+            for worker in self._by_id.values()
             if worker.can_prefill_for_others
             and worker.suspect_at is None
             and worker.family == owner.family

@@ -9,7 +9,10 @@ request leaves an ended one without rows, which refuses the request if it comes 
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import islice
+
+import msgspec
 
 from llmrt.broker.registry import Worker
 from llmrt.wire.ids import NO_ATTEMPT, Attempt, ClientId, RequestId
@@ -166,8 +169,7 @@ class Stream:
         self._allowance.used += size_bytes
 
 
-@dataclass(slots=True, eq=False)
-class Request:
+class Request(msgspec.Struct, eq=False, gc=False):
     """A live request. `frames` are the client's behind its header, untouched.
 
     `family` and `numerics_id` are those of the worker whose tokens were passed on. `num_unnamed`
@@ -185,7 +187,6 @@ class Request:
     stamps: tuple[int, ...]
     stream: Stream
     prompt_bytes: int
-    body_digest: bytes = b""
     admitted_unix_s: float = 0.0
     attempt: Attempt = NO_ATTEMPT
     owner: Worker | None = None
@@ -200,16 +201,26 @@ class Request:
     num_kills: int = 0
     first_token_at: float | None = None
 
+    def asks(self, frames: list[bytes]) -> bool:
+        """Whether a repeat with these frames behind its header wants the same."""
+        return frames == self.frames
 
-@dataclass(slots=True, eq=False)
-class Ended:
-    """What is kept of a request after its end. `terminal` are the frames that told it."""
+
+class Ended(msgspec.Struct, eq=False, gc=False):
+    """What is kept of a request after its end. `terminal` are the frames that told it.
+
+    `digest` is of the request's frames; empty if it never came.
+    """
 
     request_id: RequestId
     client_id: ClientId
     stream: Stream
     terminal: list[bytes]
-    body_digest: bytes = b""
+    digest: bytes = b""
+
+    def asks(self, frames: list[bytes]) -> bool:
+        """Whether a repeat with these frames behind its header wants the same."""
+        return not self.digest or self.digest == _digest(frames)
 
 
 @dataclass(slots=True)
@@ -232,9 +243,8 @@ class RequestTable:
         self.homeless.pop(request.request_id, None)
         self.prompt_bytes -= request.prompt_bytes
         request.stream.end()
-        ended = Ended(
-            request.request_id, request.client_id, request.stream, terminal, request.body_digest
-        )
+        digest = _digest(request.frames)
+        ended = Ended(request.request_id, request.client_id, request.stream, terminal, digest)
         self.ended[request.request_id] = ended
         return ended
 
@@ -256,6 +266,14 @@ class RequestTable:
     def _streams(self) -> Iterator[Stream]:
         yield from (request.stream for request in self.live.values())
         yield from (ended.stream for ended in self.ended.values())
+
+
+def _digest(frames: list[bytes]) -> bytes:
+    digest = blake2b(digest_size=16)
+    for frame in frames:
+        digest.update(len(frame).to_bytes(8, "little"))
+        digest.update(frame)
+    return digest.digest()
 
 
 def _row_bytes(row: StepRow) -> int:

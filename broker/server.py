@@ -133,10 +133,10 @@ class _Server:
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case SendClient(client_id, frames):
-                self._clients.send([client_id, *frames])
-            case SendWorker(routing_id, frames):
-                self._workers.send([routing_id, *frames])
+            case SendClient():
+                self._clients.send([effect.client_id, *effect.frames])
+            case SendWorker():
+                self._workers.send([effect.routing_id, *effect.frames])
             case Log(event, level, fields):
                 self._log_at[level](event, **fields)
             case WatchProcess(process):

@@ -58,6 +58,9 @@ def _worker_row(state: State, worker: Worker, now: float) -> WorkerRow:
         tokens_per_s=round(worker.tokens_per_s, 1),
         heartbeat_age_s=round(now - worker.load_at, 3),
         links=dict(islice(load.links.items(), MAX_LINKS)),
+        numerics_id=worker.card.contract.numerics_id,
+        steps_s=round(load.steps_s, 6),
+        python_s=round(load.python_s, 6),
     )
 
 

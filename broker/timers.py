@@ -32,7 +32,8 @@ class Timers(Generic[Key]):
         # The running number keeps keys from being compared, and equal times in order.
         heapq.heappush(self._heap, (at, self._num_set, key))
         if len(self._heap) > _MIN_REBUILD and len(self._heap) > 2 * len(self._key_to_time):
-            self._heap = [entry for entry in self._heap if self._is_current(entry)]
+            times = self._key_to_time
+            self._heap = [entry for entry in self._heap if times.get(entry[2]) == entry[0]]
             heapq.heapify(self._heap)
 
     def set_no_later(self, key: Key, at: float) -> None:
@@ -46,9 +47,13 @@ class Timers(Generic[Key]):
 
     def next(self) -> float | None:
         """The earliest time, or None."""
-        while self._heap and not self._is_current(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        heap, times = self._heap, self._key_to_time
+        while heap:
+            at, _, key = heap[0]
+            if times.get(key) == at:
+                return at
+            heapq.heappop(heap)
+        return None
 
     def pop_due(self, now: float) -> list[Key]:
         """The keys whose time has come, in the order of their times; they are set no more."""
@@ -58,6 +63,3 @@ class Timers(Generic[Key]):
             del self._key_to_time[key]
             due.append(key)
         return due
-
-    def _is_current(self, entry: tuple[float, int, Key]) -> bool:
-        return self._key_to_time.get(entry[2]) == entry[0]

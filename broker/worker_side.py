@@ -12,10 +12,11 @@ from llmrt.broker.delivery import (
     send_rows,
 )
 from llmrt.broker.dispatch import lose_owner, place_homeless
+from llmrt.broker.events import WorkerMessage
 from llmrt.broker.registry import Worker
 from llmrt.broker.requests import Request
 from llmrt.broker.state import State, Timer
-from llmrt.wire.envelope import Header, decode_body, encode_body, encode_header
+from llmrt.wire.envelope import Header, decode_body, encode_body, encode_header, frame_at
 from llmrt.wire.errors import InternalError, ProtocolError, RegistrationRefused
 from llmrt.wire.ids import Attempt, ClientId, RequestId
 from llmrt.wire.messages import (
@@ -48,16 +49,15 @@ MAX_EPOCH = 2**63
 UNKNOWN_FRAME = encode_header(UNKNOWN_WORKER)
 
 
-def on_worker_message(
-    state: State, routing_id: bytes, header: Header, frames: list[bytes], now: float
-) -> None:
+def on_worker_message(state: State, event: WorkerMessage, now: float) -> None:
     """Carry out one message; raises `ProtocolError` if it is none."""
+    routing_id, header, frames = event.routing_id, event.header, event.frames
     worker = state.workers.at(routing_id)
     if worker is not None:
         _hear(state, worker, now)
     kind = header.kind
     if kind == REGISTER:
-        _register(state, routing_id, decode_body(_frame(frames, 1), Register), now)
+        _register(state, routing_id, decode_body(frame_at(frames, 1), Register), now)
     elif worker is None:
         # A life that was given up, or one that does not know yet that the broker is a new one.
         if kind == HEARTBEAT:
@@ -71,7 +71,7 @@ def on_worker_message(
     elif kind in (FINISHED, FAILED, TOKENIZED):
         _end_from_worker(state, worker, header, frames, now)
     elif kind == HEARTBEAT:
-        _heartbeat(state, worker, decode_body(_frame(frames, 1), Heartbeat), now)
+        _heartbeat(state, worker, decode_body(frame_at(frames, 1), Heartbeat), now)
     elif kind == BYE:
         remove_worker(state, worker, now, cause="left")
     else:
@@ -302,11 +302,11 @@ def _end_from_worker(
 def _outcome(header: Header, frames: list[bytes]) -> tuple[str, dict[str, Any]]:
     """The outcome that the worker tells, and what the log line says of it."""
     if header.kind == TOKENIZED:
-        return "finished", {"size_bytes": len(_frame(frames, 1))}
+        return "finished", {"size_bytes": len(frame_at(frames, 1))}
     if header.kind == FAILED:
-        failure = decode_body(_frame(frames, 1), Failure)
+        failure = decode_body(frame_at(frames, 1), Failure)
         return "failed", {"error": failure.code}
-    finished = decode_body(_frame(frames, 1), Finished)
+    finished = decode_body(frame_at(frames, 1), Finished)
     return "finished", {
         "finish_reason": finished.finish_reason,
         "prompt_tokens": finished.usage.prompt_tokens,
@@ -316,9 +316,3 @@ def _outcome(header: Header, frames: list[bytes]) -> tuple[str, dict[str, Any]]:
         "prefill_worker": finished.prefill_worker,
         "num_preemptions": finished.num_preemptions,
     }
-
-
-def _frame(frames: list[bytes], index: int) -> bytes:
-    if len(frames) <= index:
-        raise ProtocolError(f"message of {len(frames)} frames; at least {index + 1} are expected")
-    return frames[index]

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
+from tests.conftest import make_contract
 
 from llmrt.broker.core import BrokerCore
 from llmrt.broker.effects import Effect, SendClient, SendWorker
@@ -21,7 +21,6 @@ from llmrt.wire.envelope import (
     encode_header,
 )
 from llmrt.wire.ids import NO_ATTEMPT, Attempt, ClientId, RequestId
-from llmrt.wire.kv import KvContract
 from llmrt.wire.sampling import SamplingParams
 from llmrt.wire.steps import StepRow, decode_step, encode_step, make_row
 
@@ -59,24 +58,6 @@ class Sent(NamedTuple):
 
 def request_id(number: int) -> RequestId:
     return RequestId(number.to_bytes(16, "big"))
-
-
-def make_contract(**changes: Any) -> KvContract:
-    contract = KvContract(
-        model_hash="model",
-        tokenizer_hash="tokenizer",
-        kv_dtype="bf16",
-        block_tokens=32,
-        layout="block-major",
-        num_layers=2,
-        num_kv_heads=1,
-        head_dim=8,
-        rope="plain",
-        sharding="none",
-        protocol="1.0",
-        numerics_id="numerics",
-    )
-    return msgspec.structs.replace(contract, **changes)
 
 
 def make_process(pid: int) -> m.ProcessName:

@@ -108,6 +108,21 @@ def test_an_id_that_is_used_for_another_body_is_refused(rig: Rig) -> None:
     assert sent.failure.code == "request_conflict"
 
 
+def test_the_id_of_an_ended_request_is_refused_for_another_body(rig: Rig) -> None:
+    """Only the digest of its frames is left to tell: the same again gets the stream again."""
+    rig.register("d0")
+    header = encode_header(m.GENERATE, request_id(1))
+    body = encode_body(m.Tokenize())
+    asked, other = [header, body, b"a prompt"], [header, body, b"another prompt"]
+    rig.handle(ClientMessage(ALICE, decode_header(header), asked))
+    rig.step("d0", row(1, 0, 7))
+    rig.finish("d0", 1, seq=1)
+    again = to_clients(rig.handle(ClientMessage(ALICE, decode_header(header), asked)))
+    assert [sent.kind for sent in again] == [m.EVENTS, m.FINISHED]
+    (sent,) = to_clients(rig.handle(ClientMessage(ALICE, decode_header(header), other)))
+    assert sent.failure.code == "request_conflict"
+
+
 def test_an_ended_request_that_was_read_is_not_read_again(rig: Rig) -> None:
     """Its rows are gone: an end without them would leave the reader waiting for tokens."""
     rig.register("d0")

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.broker.conftest import make_contract, make_process, request_id
+from tests.broker.conftest import make_process, request_id
+from tests.conftest import make_contract
 
 from llmrt.broker.core import BrokerCore
 from llmrt.broker.effects import Effect, SendClient, SendWorker

@@ -9,13 +9,13 @@ from tests.broker.conftest import (
     Rig,
     Sent,
     held,
-    make_contract,
     make_process,
     request_id,
     row,
     to_clients,
     to_workers,
 )
+from tests.conftest import make_contract
 
 from llmrt.broker.events import ProcessDied, WorkerUnroutable
 from llmrt.wire import messages as m

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.broker.conftest import Sent, make_contract, request_id
+from tests.broker.conftest import Sent, request_id
+from tests.conftest import make_contract
 
 from llmrt.actor import sockets
 from llmrt.actor.channel import Channel

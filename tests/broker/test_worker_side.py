@@ -9,12 +9,12 @@ from tests.broker.conftest import (
     EPOCH,
     Rig,
     held,
-    make_contract,
     make_process,
     row,
     to_clients,
     to_workers,
 )
+from tests.conftest import make_contract
 
 from llmrt.broker.effects import Log, SendWorker, UnwatchProcess, WatchProcess
 from llmrt.broker.events import ProcessDied, WorkerGarbage, WorkerUnroutable
