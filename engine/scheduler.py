@@ -13,6 +13,11 @@ Rules that are hard to see in the code:
   then the policy names whom to preempt. A preempted sequence waits and is computed again from
   its tokens, by the same code as a new one.
 - While a step runs, the sequences in it keep their blocks, even if they are removed.
+- While a step runs, the next one may be made *ahead*, if it consists of decodes alone, as if every
+  sequence went on: its tokens are filled in by whoever runs it, between the two, so that the
+  device need not wait for the scheduler. A sequence that ends with the first of the two has a row
+  in the second one for nothing; what that draws is dropped. Whoever waits for room or has just
+  come keeps the next step from being made ahead, so that he is in it.
 """
 
 from array import array
@@ -51,10 +56,12 @@ class Scheduler:
         self.running: dict[SequenceId, Sequence] = {}
         self.parked: dict[SequenceId, Sequence] = {}
         self.step: Batch | None = None
+        self.ahead: Batch | None = None
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
         self._in_step: list[Sequence] = []
+        self._in_ahead: list[Sequence] = []
 
     # -- sequences come and go ---------------------------------------------------------------
 
@@ -129,19 +136,34 @@ class Scheduler:
         self.step = Batch(self.num_steps, tuple(rows))
         return self.step
 
+    def schedule_ahead(self) -> Batch | None:
+        """The step behind the running one, or None if it must not be made before that returns."""
+        if self.step is None or self.ahead is not None or not self._is_steady():
+            return None
+        sequences = [
+            s for s in self._in_step if not s.is_removed and len(s.token_ids) + 1 < s.max_length
+        ]
+        if not sequences or not all(map(self._grow_ahead, sequences)):
+            return None
+        self.num_steps += 1
+        self.num_decode_tokens += len(sequences)
+        self._in_ahead = sequences
+        self.ahead = Batch(self.num_steps, tuple(map(_row_ahead, sequences)), follows=True)
+        return self.ahead
+
     def complete(self, result: StepResult) -> list[tuple[Sequence, Drawn]]:
-        """The running step returned: the sequences that have a new token, or a failure instead."""
+        """The running step returned: the sequences that have a new token, or a failure instead.
+
+        The step that was made ahead is the running one now.
+        """
         assert self.step is not None
         assert self.step.step_id == result.step_id
-        for sequence, row in zip(self._in_step, self.step.rows, strict=True):
-            sequence.in_step = False
-            if sequence.is_removed:
-                self._release(sequence)
-                continue
-            sequence.num_computed = row.start + len(row.token_ids)
-            self._seal(sequence)
-        by_id = {sequence.sequence_id: sequence for sequence in self._in_step}
-        self.step, self._in_step = None, []
+        rows, sequences = self.step.rows, self._end_step()
+        for sequence, row in zip(sequences, rows, strict=True):
+            if not sequence.is_removed:
+                sequence.num_computed = row.start + len(row.token_ids)
+                self._seal(sequence)
+        by_id = {sequence.sequence_id: sequence for sequence in sequences}
         drawn = []
         for token in result.drawn:
             sequence = by_id[token.sequence_id]
@@ -153,12 +175,7 @@ class Scheduler:
 
     def abandon_step(self) -> list[Sequence]:
         """The running step failed: what it computed is unknown, so its sequences are given back."""
-        sequences, self._in_step, self.step = self._in_step, [], None
-        for sequence in sequences:
-            sequence.in_step = False
-            if sequence.is_removed:
-                self._release(sequence)
-        return [sequence for sequence in sequences if not sequence.is_removed]
+        return [sequence for sequence in self._end_step() if not sequence.is_removed]
 
     def has_slot(self) -> bool:
         """True if one more sequence may run or be parked."""
@@ -186,8 +203,43 @@ class Scheduler:
             assert not sequence.in_step
             assert not sequence.blocks or sequence.arena != LOCAL_ARENA
         assert (self.step is None) == (not self._in_step)
+        assert (self.ahead is None) == (not self._in_ahead)
+        assert self.step is not None or self.ahead is None
+        assert all(sequence.in_step for sequence in [*self._in_step, *self._in_ahead])
 
     # -- details -----------------------------------------------------------------------------
+
+    def _end_step(self) -> list[Sequence]:
+        """The running step is over; the sequences that were in it."""
+        sequences, self._in_step, self._in_ahead = self._in_step, self._in_ahead, []
+        self.step, self.ahead = self.ahead, None
+        for sequence in sequences:
+            sequence.in_step = False
+        for sequence in self._in_step:
+            sequence.in_step = True
+        for sequence in sequences:
+            if sequence.is_removed and not sequence.in_step:
+                self._release(sequence)
+        return sequences
+
+    def _is_steady(self) -> bool:
+        """All that could run is in the running step, and decodes or will."""
+        assert self.step is not None
+        return (
+            not self.waiting
+            and all(sequence.in_step for sequence in self.running.values())
+            and all(row.sample is not None for row in self.step.rows)
+            and not any(sequence.needs_history for sequence in self._in_step)
+        )
+
+    def _grow_ahead(self, sequence: Sequence) -> bool:
+        """Room for the token that is being drawn; False if that would take preemption."""
+        if len(sequence.blocks) * BLOCK_TOKENS <= len(sequence.token_ids):
+            blocks = self.ledger.allocate(1)
+            if blocks is None:
+                return False
+            sequence.blocks.extend(blocks)
+        return True
 
     def _decode_rows(self) -> list[Row]:
         rows = []
@@ -273,12 +325,12 @@ class Scheduler:
         self._in_step.append(sequence)
         is_last = end == len(sequence.token_ids)
         return Row(
-            sequence_id=sequence.sequence_id,
-            arena=sequence.arena,
-            token_ids=sequence.token_ids[sequence.num_computed : end],
-            start=sequence.num_computed,
-            blocks=sequence.blocks[:],
-            sample=sequence.sample_spec() if is_last else None,
+            sequence.sequence_id,
+            sequence.arena,
+            sequence.token_ids[sequence.num_computed : end],
+            sequence.num_computed,
+            sequence.blocks[:],
+            sequence.sample_spec() if is_last else None,
         )
 
     def _hash(self, sequence: Sequence) -> None:
@@ -305,3 +357,15 @@ class Scheduler:
             self.ledger.release([BlockId(block) for block in sequence.blocks])
             sequence.blocks = array("I")
             sequence.num_computed = sequence.num_sealed = 0
+
+
+def _row_ahead(sequence: Sequence) -> Row:
+    """The decode of the token that the running step draws."""
+    return Row(
+        sequence.sequence_id,
+        sequence.arena,
+        array("I", (0,)),
+        len(sequence.token_ids),
+        sequence.blocks[:],
+        sequence.sample_spec(num_ahead=1),
+    )

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from llmrt.engine.batch import LOCAL_ARENA, ArenaId, SampleSpec, SequenceId
 from llmrt.wire.sampling import SamplingParams
 
+_NO_HISTORY = array("I")
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -59,23 +61,30 @@ class Sequence:
     def sort_key(self) -> tuple[int, float, int]:
         return (-self.priority, self.order, self.sequence_id)
 
-    def sample_spec(self) -> SampleSpec:
-        """How to draw the token behind the last one. History is copied only if it is needed."""
+    @property
+    def needs_history(self) -> bool:
+        """What is drawn depends on the tokens so far by more than their KV."""
         params = self.params
-        has_penalty = params.repetition_penalty != 1.0 or (
+        return params.repetition_penalty != 1.0 or (
             params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
+
+    def sample_spec(self, num_ahead: int = 0) -> SampleSpec:
+        """How to draw the token behind the last one, or behind `num_ahead` more that will come.
+
+        History is copied only if it is needed.
+        """
         return SampleSpec(
-            params=params,
-            seed=self.seed,
-            position=len(self.token_ids),
-            token_ids=self.token_ids[:] if has_penalty else array("I"),
-            num_prompt=self.num_prompt,
-            banned=tuple(sorted(self.banned_token_ids())),
+            self.params,
+            self.seed,
+            len(self.token_ids) + num_ahead,
+            self.token_ids[:] if self.needs_history else _NO_HISTORY,
+            self.num_prompt,
+            self._banned_token_ids(self.num_generated + num_ahead),
         )
 
-    def banned_token_ids(self) -> frozenset[int]:
-        """Tokens that may not be drawn now: what would end the text before `min_tokens`."""
-        if self.num_generated < self.params.min_tokens:
-            return self.end_token_ids | frozenset(self.params.stop_token_ids)
-        return frozenset()
+    def _banned_token_ids(self, num_generated: int) -> tuple[int, ...]:
+        """Tokens that may not be drawn then: what would end the text before `min_tokens`."""
+        if num_generated < self.params.min_tokens:
+            return tuple(sorted(self.end_token_ids | frozenset(self.params.stop_token_ids)))
+        return ()

@@ -123,6 +123,7 @@ class TorchDevice:
         """
         started = perf_counter()
         logits = self.forward(batch)
+        computed_s = perf_counter() - started
         sampled = [row for row in batch.rows if row.sample is not None]
         draws = draw(logits, [row.sample for row in sampled if row.sample is not None])
         drawn = tuple(
@@ -131,7 +132,7 @@ class TorchDevice:
             else Drawn(row.sequence_id, -1, error=result)
             for row, result in zip(sampled, draws, strict=True)
         )
-        return StepResult(batch.step_id, drawn, perf_counter() - started)
+        return StepResult(batch.step_id, drawn, perf_counter() - started, computed_s)
 
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Logits [rows with `sample`, vocab] of a step, whose KV is written. Raises as `run`."""

@@ -184,16 +184,19 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 def _merges_from_scores(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Every split of a piece into two pieces is a merge; the better the piece, the earlier."""
-    found = []
-    for piece, token_id in ids.items():
-        splits = [
-            (ids[left], ids[right], left, right)
-            for left, right in ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-            if left in ids and right in ids
-        ]
-        found += [(-scores[token_id], left, right) for _, _, left, right in sorted(splits)]
-    found.sort(key=lambda merge: merge[0])
-    return [(left, right) for _, left, right in found]
+    found: list[tuple[str, str]] = []
+    id_of = ids.get
+    for piece, _ in sorted(ids.items(), key=lambda item: -scores[item[1]]):
+        splits = []
+        for cut in range(1, len(piece)):
+            left_id = id_of(piece[:cut])
+            if left_id is not None:
+                right_id = id_of(piece[cut:])
+                if right_id is not None:
+                    splits.append((left_id, right_id, cut))
+        splits.sort()
+        found += [(piece[:cut], piece[cut:]) for _, _, cut in splits]
+    return found
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:

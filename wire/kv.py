@@ -28,9 +28,10 @@ class KvContract(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: K and V of all layers and heads."""
-        item = {"bf16": 2, "f32": 4, "fp8": 1, "int8": 1}[self.kv_dtype]
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_tokens * item
+        """Bytes of one block: K and V of all layers and heads, each with its scales."""
+        item, scale = {"bf16": (2, 0), "f32": (4, 0), "fp8": (1, 4), "int8": (1, 4)}[self.kv_dtype]
+        token = self.head_dim * item + scale
+        return 2 * self.num_layers * self.num_kv_heads * self.block_tokens * token
 
 
 def contract_mismatch(ours: KvContract, theirs: KvContract) -> str | None:

@@ -1,15 +1,17 @@
 """The scheduler gives each step the right rows and each sequence the right blocks."""
 
 from array import array
+from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmrt.engine.batch import LOCAL_ARENA, ArenaId, Batch, Drawn, SequenceId, StepResult
+from llmrt.engine.batch import LOCAL_ARENA, ArenaId, Batch, Drawn, SequenceId, StepResult, fill
 from llmrt.engine.policy import growth_reserve, preemption_victim, prefill_order
 from llmrt.engine.scheduler import Scheduler, SchedulerSettings
 from llmrt.engine.sequence import Sequence
 from llmrt.kvtransfer.ledger import Ledger
+from llmrt.wire.errors import InternalError
 from llmrt.wire.ids import BlockId
 from llmrt.wire.sampling import SamplingParams
 
@@ -39,7 +41,7 @@ def make_scheduler(num_blocks: int = 64, **settings: int) -> Scheduler:
 
 def finish(scheduler: Scheduler, batch: Batch, token_id: int = 7) -> list[Sequence]:
     drawn = tuple(Drawn(row.sequence_id, token_id) for row in batch.rows if row.sample)
-    with_token = scheduler.complete(StepResult(batch.step_id, drawn, 0.0))
+    with_token = scheduler.complete(StepResult(batch.step_id, drawn, 0.0, 0.0))
     scheduler.check()
     return [sequence for sequence, _ in with_token]
 
@@ -302,6 +304,112 @@ def test_an_abandoned_step_gives_its_sequences_back() -> None:
     assert scheduler.ledger.num_held == 1
 
 
+def ahead(scheduler: Scheduler, *lengths: int, **params: float) -> Batch | None:
+    """Sequences of these lengths are in a step; the one behind it."""
+    for number, length in enumerate(lengths, 1):
+        sequence = make_sequence(number, length, first=1000 * number)
+        sequence.params = SamplingParams(**params)  # type: ignore[arg-type] # of SamplingParams
+        scheduler.add(sequence)
+    assert schedule(scheduler) is not None
+    batch = scheduler.schedule_ahead()
+    scheduler.check()
+    return batch
+
+
+def test_a_step_made_ahead_is_the_one_that_would_come() -> None:
+    """Prompts that end in the running step decode in the next one, growing by a block."""
+    scheduler, plain = make_scheduler(), make_scheduler()
+    batch = ahead(scheduler, 32, 5)
+    assert batch is not None
+    assert batch.follows
+    for other in (scheduler, plain):
+        if other is plain:
+            assert ahead(plain, 32, 5) is not None
+            plain.ahead, plain._in_ahead = None, []
+        assert other.step is not None
+        drawn = tuple(Drawn(row.sequence_id, 7 + row.sequence_id) for row in other.step.rows)
+        result = StepResult(other.step.step_id, drawn, 0.0, 0.0)
+        other.complete(result)
+    fill(batch, result)
+    assert scheduler.step is batch
+    expected = plain.schedule()
+    assert expected is not None
+    assert batch.rows == expected.rows
+    assert [len(row.blocks) for row in batch.rows] == [2, 1]
+
+
+def test_only_one_step_is_made_ahead() -> None:
+    scheduler = make_scheduler()
+    assert ahead(scheduler, 4) is not None
+    assert scheduler.schedule_ahead() is None
+    assert scheduler.schedule() is None
+
+
+def test_no_step_is_made_ahead_of_what_it_depends_on() -> None:
+    """An unfinished prompt, a penalty on tokens that are being drawn, somebody who waits."""
+    assert ahead(make_scheduler(), 100) is None
+    assert ahead(make_scheduler(), 4, repetition_penalty=2.0) is None
+    assert ahead(make_scheduler(max_running=1), 4, 4) is None
+    assert make_scheduler().schedule_ahead() is None
+
+
+def test_no_step_is_made_ahead_that_would_preempt() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    for number in (1, 2):
+        sequence = make_sequence(number, 63, first=1000 * number)
+        scheduler.add(sequence)
+        scheduler.park(sequence, 2)
+        scheduler.join(sequence, scheduler.ledger.allocate(2) or [], 7, num_sealed=0)
+    assert schedule(scheduler) is not None
+    assert scheduler.schedule_ahead() is None
+    scheduler.check()
+
+
+def test_a_sequence_that_ends_by_its_length_is_not_in_the_step_ahead() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(1, 4, max_tokens=1))
+    scheduler.add(make_sequence(2, 4, max_tokens=2, first=500))
+    assert schedule(scheduler) is not None
+    batch = scheduler.schedule_ahead()
+    assert batch is not None
+    assert spans(batch) == [(2, 4, 5)]
+
+
+def test_a_sequence_removed_with_a_step_ahead_keeps_its_blocks_until_that_returns() -> None:
+    scheduler = make_scheduler()
+    first = ahead(scheduler, 4, 4)
+    assert first is not None
+    gone = scheduler.running[SequenceId(1)]
+    assert scheduler.step is not None
+    finish(scheduler, scheduler.step)
+    scheduler.remove(gone)
+    assert scheduler.ledger.num_held == 2
+    assert [s.sequence_id for s in finish(scheduler, first)] == [2]
+    assert scheduler.ledger.num_held == 1
+
+
+def test_a_failed_step_is_abandoned_with_the_one_behind_it() -> None:
+    scheduler = make_scheduler()
+    assert ahead(scheduler, 4, 4) is not None
+    for sequence in scheduler.abandon_step():
+        scheduler.remove(sequence)
+    scheduler.check()
+    assert scheduler.ledger.num_held == 2
+    assert scheduler.abandon_step() == []
+    scheduler.check()
+    assert scheduler.ledger.num_held == 0
+
+
+def test_a_row_that_failed_gives_the_step_behind_it_some_token() -> None:
+    """Its sequence ends: nobody looks at what is drawn from it."""
+    scheduler = make_scheduler()
+    batch = ahead(scheduler, 4)
+    assert batch is not None
+    error = InternalError("a logit is nan")
+    fill(batch, StepResult(1, (Drawn(SequenceId(1), -1, error=error),), 0.0, 0.0))
+    assert batch.rows[0].token_ids == array("I", [0])
+
+
 def test_policy_orders_the_oldest_first_then_the_shortest() -> None:
     sequences = [make_sequence(1, 50), make_sequence(2, 90), make_sequence(3, 20)]
     assert [s.sequence_id for s in prefill_order(sequences)] == [1, 3, 2]
@@ -328,12 +436,13 @@ def test_policy_reserves_growth_until_the_next_end() -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 150), st.integers(1, 60)), min_size=1, max_size=8),
     st.integers(8, 20),
+    st.randoms(use_true_random=False),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_sequence_gets_all_its_tokens_with_any_room(
-    shapes: list[tuple[int, int]], num_blocks: int
+    shapes: list[tuple[int, int]], num_blocks: int, rng: Random
 ) -> None:
-    """Whatever is preempted on the way; and all blocks come back."""
+    """Whatever is preempted on the way, and made ahead or not; and all blocks come back."""
     scheduler = make_scheduler(num_blocks=num_blocks)
     sequences = [
         make_sequence(i, length, max_tokens=wanted, first=1000 * i)
@@ -342,9 +451,11 @@ def test_every_sequence_gets_all_its_tokens_with_any_room(
     for sequence in sequences:
         scheduler.add(sequence)
     for _ in range(3000):
-        batch = schedule(scheduler)
+        batch = scheduler.step or schedule(scheduler)
         if batch is None:
             break
+        if rng.random() < 0.7:
+            scheduler.schedule_ahead()
         for row in batch.rows:
             assert row.arena == LOCAL_ARENA
         for sequence in finish(scheduler, batch):

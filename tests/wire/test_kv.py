@@ -45,9 +45,12 @@ def test_numerics_may_differ() -> None:
     assert contract_mismatch(make_contract(), make_contract(numerics_id="other")) is None
 
 
-@pytest.mark.parametrize(("kv_dtype", "item"), [("bf16", 2), ("f32", 4), ("fp8", 1), ("int8", 1)])
-def test_a_block_holds_keys_and_values_of_all_layers(kv_dtype: str, item: int) -> None:
-    assert make_contract(kv_dtype=kv_dtype).block_bytes == 2 * 30 * 3 * 64 * 32 * item
+@pytest.mark.parametrize(
+    ("kv_dtype", "token_bytes"), [("bf16", 128), ("f32", 256), ("fp8", 68), ("int8", 68)]
+)
+def test_a_block_holds_keys_and_values_of_all_layers(kv_dtype: str, token_bytes: int) -> None:
+    """And one float32 scale for 64 numbers of a byte."""
+    assert make_contract(kv_dtype=kv_dtype).block_bytes == 2 * 30 * 3 * 32 * token_bytes
 
 
 def test_a_contract_survives_the_way() -> None:

@@ -1,0 +1,294 @@
+"""Executes steps with the compiled CPU step: one call into C per step, no torch.
+
+Python only lays out the rows: tokens end to end, and of each row the addresses of its arena and
+block table. C checks all of it before it writes anything.
+"""
+
+import ctypes
+import struct
+import weakref
+from array import array
+from collections.abc import Sequence
+from ctypes import byref
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from llmrt.engine.batch import (
+    ArenaId,
+    Batch,
+    Drawn,
+    Row,
+    SampleSpec,
+    SequenceId,
+    StepResult,
+)
+from llmrt.engine.cpu_cores import num_cores
+from llmrt.engine.cpu_program import CpuProgram
+from llmrt.engine.sampler import draw_row
+from llmrt.kernels.cpu import library as c
+from llmrt.wire.errors import ConfigError, LlmrtError
+from llmrt.wire.kv import BLOCK_TOKENS
+from llmrt.wire.sampling import SamplingParams
+
+Logits = npt.NDArray[np.float32]
+# Changes with anything that changes a bit of a result.
+REVISION = 1
+_WARM_UP_ARENA = ArenaId("warm-up")
+_UINT32_BYTES = 4
+_MIN_ROWS = 16
+# One row as in `c.ROW`: filling a numpy array takes several times as long.
+_ROW = struct.Struct("=QqQqqqq")
+assert _ROW.size == c.ROW.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Arena:
+    """`memory` holds the buffer as long as the arena is known."""
+
+    memory: npt.NDArray[np.uint8]
+    address: int
+    num_blocks: int
+
+
+class CpuDevice:
+    """A model on the CPU, with the arenas that its steps read and write.
+
+    `numerics_id` names what decides the last bits of a logit: the revision of the kernels, the
+    formats of weights and of the KV cache. Families of instructions and threads do not.
+    """
+
+    def __init__(
+        self,
+        program: CpuProgram,
+        *,
+        family: str | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """An engine for `program`, which may be that of other devices, too.
+
+        `family` None is the fastest that this CPU has, `threads` None all physical cores.
+
+        Raises `ConfigError` for a family or number of threads that cannot be used, and
+        `LibraryMissing`.
+        """
+        self.family = choose_family(family)
+        self.threads = num_cores() if threads is None else threads
+        self.max_context = program.max_context
+        self.numerics_id = f"cpu-{REVISION}/{program.formats}/kv-{program.kv_dtype}"
+        self._library = c.library()
+        self.kv_block_bytes = int(self._library.llmrt_block_bytes(program.address))
+        self._vocab_size = program.vocab_size
+        self._engine = self._library.llmrt_engine_new(
+            program.address, self.family.number, self.threads
+        )
+        if not self._engine:
+            raise ConfigError(
+                f"{self.threads} threads for the CPU step cannot be started: lower threads, or "
+                "free memory"
+            )
+        # The program must outlive the engine.
+        weakref.finalize(self, _free, self._library, self._engine, program)
+        self._arenas: dict[ArenaId, _Arena] = {}
+        self._batch = c.Batch()
+        self._bad = ctypes.c_int64()
+        self._rows = ctypes.create_string_buffer(0)
+        self._logits: Logits = np.empty((0, self._vocab_size), np.float32)
+        self._best = np.empty(0, np.int32)
+        self._computed_s = 0.0
+
+    def add_arena(self, arena: ArenaId, buffer: memoryview) -> None:
+        """Use `buffer`, which must be writable, in place until `remove_arena`.
+
+        Raises `ValueError` if the arena exists or the buffer is not a whole number of blocks.
+        """
+        if arena in self._arenas:
+            raise ValueError(f"arena {arena!r} was added before: remove it first")
+        if buffer.readonly or not buffer.nbytes or buffer.nbytes % self.kv_block_bytes:
+            raise ValueError(
+                f"arena {arena!r} has {buffer.nbytes} bytes{' read-only' * buffer.readonly}: "
+                f"a writable multiple of {self.kv_block_bytes} is needed"
+            )
+        memory = np.frombuffer(buffer, np.uint8)
+        num_blocks = memory.size // self.kv_block_bytes
+        self._arenas[arena] = _Arena(memory, memory.ctypes.data, num_blocks)
+
+    def remove_arena(self, arena: ArenaId) -> None:
+        """Forget an arena and let go of its buffer. Raises `ValueError` if there is none."""
+        if self._arenas.pop(arena, None) is None:
+            raise ValueError(f"there is no arena {arena!r}")
+
+    def run(self, batch: Batch) -> StepResult:
+        """Execute one step. Raises `ValueError`, with nothing written, if a row is out of bounds.
+
+        A row whose logits are not finite has an `error` in its `Drawn`.
+        """
+        started = perf_counter()
+        num_logits = self._step(batch)
+        best = self._best[:num_logits].tolist()
+        drawn: list[Drawn] = []
+        for row in batch.rows:
+            sample = row.sample
+            if sample is None:
+                continue
+            idx = len(drawn)
+            if best[idx] >= 0 and _takes_best(sample):
+                drawn.append(Drawn(row.sequence_id, best[idx]))
+                continue
+            try:
+                result = draw_row(self._logits[idx], sample)
+            except LlmrtError as error:
+                drawn.append(Drawn(row.sequence_id, -1, error=error))
+            else:
+                drawn.append(Drawn(row.sequence_id, *result))
+        return StepResult(batch.step_id, tuple(drawn), perf_counter() - started, self._computed_s)
+
+    def forward(self, batch: Batch) -> Logits:
+        """Logits [rows with `sample`, vocab] of a step, whose KV is written. Raises as `run`."""
+        num_logits = self._step(batch)
+        return self._logits[:num_logits].copy()
+
+    def all_logits(self, batch: Batch) -> Logits:
+        """Logits [num_tokens, vocab] after every token of a step, `sample` or not.
+
+        They take 4 * vocab bytes per token: compute long texts in several steps. Raises as `run`.
+        """
+        # Before the buffer is looked up: a step may replace it.
+        num_logits = self._step(batch, wants_all=True)
+        return self._logits[:num_logits].copy()
+
+    def warm_up(self) -> None:
+        """Run tiny steps of both kinds, so that the first request finds everything set up."""
+        num_tokens = min(BLOCK_TOKENS, self.max_context)
+        self.add_arena(_WARM_UP_ARENA, memoryview(bytearray(self.kv_block_bytes)))
+        prompt = array("I", [0]) * num_tokens
+        sample = SampleSpec(SamplingParams(), 0, num_tokens, prompt, num_tokens)
+        for start in (0, num_tokens - 1):
+            row = Row(SequenceId(0), _WARM_UP_ARENA, prompt[start:], start, array("I", [0]), sample)
+            self.run(Batch(0, (row,)))
+        self.remove_arena(_WARM_UP_ARENA)
+
+    def _step(self, batch: Batch, *, wants_all: bool = False) -> int:
+        """Compute a step; its logits and best tokens lie in the first so many of the buffers.
+
+        They are of the last token of each row with `sample`, or of all tokens.
+        """
+        rows = batch.rows
+        if not rows:
+            self._computed_s = 0.0
+            return 0
+        self._reserve_rows(len(rows))
+        num_logits = 0
+        for i, row in enumerate(rows):
+            arena = self._arenas.get(row.arena)
+            if arena is None:
+                raise ValueError(
+                    f"{_name(row)} is in arena {row.arena!r}: only {list(self._arenas)} exist"
+                )
+            if not 0 <= row.start < self.max_context:  # also: no more than C's integers hold
+                raise self._out_of_range(row)
+            if not row.token_ids.itemsize == row.blocks.itemsize == _UINT32_BYTES:
+                raise ValueError(f"{_name(row)} has tokens or blocks that are no array of 'I'")
+            table, num_table = row.blocks.buffer_info()
+            num_tokens = len(row.token_ids)
+            num_wanted = num_tokens if wants_all else int(row.sample is not None)
+            num_logits += num_wanted
+            _ROW.pack_into(
+                self._rows,
+                i * _ROW.size,
+                arena.address,
+                arena.num_blocks,
+                table,
+                num_table,
+                row.start,
+                num_tokens,
+                num_wanted,
+            )
+        self._reserve_logits(num_logits)
+        self._batch.num_rows = len(rows)
+        self._batch.tokens = b"".join([row.token_ids for row in rows])
+        called = perf_counter()
+        status = self._library.llmrt_step(self._engine, byref(self._batch), byref(self._bad))
+        self._computed_s = perf_counter() - called
+        if status:
+            raise self._fault(rows, status)
+        return num_logits
+
+    def _reserve_rows(self, num_rows: int) -> None:
+        """Make the buffer that is reused large enough, and tell C where it is."""
+        if num_rows * _ROW.size > len(self._rows):
+            self._rows = ctypes.create_string_buffer(max(_MIN_ROWS, num_rows) * _ROW.size)
+            self._batch.rows = ctypes.addressof(self._rows)
+
+    def _reserve_logits(self, num_logits: int) -> None:
+        """As `_reserve_rows`."""
+        if num_logits > len(self._best) or not len(self._best):
+            count = max(_MIN_ROWS, num_logits)
+            self._logits = np.empty((count, self._vocab_size), np.float32)
+            self._best = np.empty(count, np.int32)
+            self._batch.logits = self._logits.ctypes.data
+            self._batch.best = self._best.ctypes.data
+
+    def _out_of_range(self, row: Row) -> ValueError:
+        return ValueError(
+            f"{_name(row)} computes positions {row.start} to {row.start + len(row.token_ids)}: at "
+            f"least one token, below the context of {self.max_context}, is needed"
+        )
+
+    def _fault(self, rows: Sequence[Row], status: int) -> Exception:
+        """What C refused, in words; `_bad` has the row."""
+        if status == c.StepError.NO_MEMORY:
+            return MemoryError(f"a step of {sum(len(row.token_ids) for row in rows)} tokens")
+        row = rows[self._bad.value]
+        name, end = _name(row), row.start + len(row.token_ids)
+        if status == c.StepError.BAD_RANGE:
+            return self._out_of_range(row)
+        if status == c.StepError.BAD_TABLE:
+            return ValueError(f"{name} ends at token {end}, past its {len(row.blocks)} blocks")
+        if status == c.StepError.BAD_BLOCK:
+            num_blocks = self._arenas[row.arena].num_blocks
+            bad = next(block for block in row.blocks if block >= num_blocks)
+            return ValueError(
+                f"{name} names block {bad} of arena {row.arena!r}, which has {num_blocks}"
+            )
+        if status == c.StepError.BAD_TOKEN:
+            bad = next(token for token in row.token_ids if token >= self._vocab_size)
+            return ValueError(f"{name} has token {bad}: the vocabulary has {self._vocab_size}")
+        return AssertionError(f"llmrt_step says {status} of {name}")
+
+
+def choose_family(name: str | None) -> c.Family:
+    """The family of that name, or the fastest. Raises `ConfigError` if this CPU lacks it."""
+    if name is None:
+        return c.best_family()
+    usable = [family for family in c.families() if family.is_supported]
+    for family in usable:
+        if family.name == name:
+            return family
+    names = ", ".join(family.name for family in usable)
+    raise ConfigError(f"cpu_family is {name!r}: this CPU and build can run {names}")
+
+
+def _takes_best(sample: SampleSpec) -> bool:
+    """The token drawn is the one with the highest logit, and nothing more is wanted."""
+    params = sample.params
+    return (
+        (params.temperature == 0.0 or params.top_k == 1)
+        and params.repetition_penalty == 1.0
+        and params.presence_penalty == 0.0
+        and params.frequency_penalty == 0.0
+        and params.logprobs is None
+        and not params.logit_bias
+        and not sample.banned
+    )
+
+
+def _name(row: Row) -> str:
+    return f"sequence {row.sequence_id}"
+
+
+def _free(library: ctypes.CDLL, engine: int, program: CpuProgram) -> None:
+    """`program` is here so that it lives until now."""
+    library.llmrt_engine_free(engine)

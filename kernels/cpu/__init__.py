@@ -1,0 +1,1 @@
+"""The compiled CPU step: C sources, and what Python calls them through."""

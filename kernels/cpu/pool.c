@@ -1,0 +1,132 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+/* Between steps a few hundred microseconds pass; a sleeping thread takes some 50 us to come. */
+enum { SPINS_BEFORE_SLEEP = 20000, SPINS_BEFORE_YIELD = 2000 };
+
+struct llmrt_pool {
+    int num_threads;
+    pid_t process; /* that has the threads: a fork leaves them behind */
+    pthread_t *threads;
+    void (*body)(void *, int);
+    void *context;
+    pthread_mutex_t mutex;
+    pthread_cond_t wake;
+    int is_closing;
+    _Alignas(64) atomic_uint round; /* of llmrt_pool_run */
+    _Alignas(64) atomic_int arrived;
+    _Alignas(64) atomic_uint phase; /* of the barrier */
+};
+
+typedef struct {
+    llmrt_pool *pool;
+    int thread;
+} start;
+
+static inline void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+void llmrt_pool_barrier(llmrt_pool *pool) {
+    if (pool->num_threads == 1) return;
+    unsigned phase = atomic_load_explicit(&pool->phase, memory_order_acquire);
+    if (atomic_fetch_add(&pool->arrived, 1) == pool->num_threads - 1) {
+        atomic_store(&pool->arrived, 0);
+        atomic_fetch_add(&pool->phase, 1);
+        return;
+    }
+    for (int i = 0; atomic_load_explicit(&pool->phase, memory_order_acquire) == phase; i++) {
+        if (i < SPINS_BEFORE_YIELD)
+            relax();
+        else
+            sched_yield();
+    }
+}
+
+/* The next round after `seen`; sleeps if it does not come soon. */
+static unsigned await_round(llmrt_pool *pool, unsigned seen) {
+    unsigned round;
+    for (int i = 0; i < SPINS_BEFORE_SLEEP; i++) {
+        round = atomic_load_explicit(&pool->round, memory_order_acquire);
+        if (round != seen) return round;
+        relax();
+    }
+    pthread_mutex_lock(&pool->mutex);
+    while ((round = atomic_load(&pool->round)) == seen) pthread_cond_wait(&pool->wake, &pool->mutex);
+    pthread_mutex_unlock(&pool->mutex);
+    return round;
+}
+
+static void start_round(llmrt_pool *pool) {
+    pthread_mutex_lock(&pool->mutex);
+    atomic_fetch_add(&pool->round, 1);
+    pthread_cond_broadcast(&pool->wake);
+    pthread_mutex_unlock(&pool->mutex);
+}
+
+static void *run_thread(void *argument) {
+    start own = *(start *)argument;
+    free(argument);
+    unsigned round = 0;
+    for (;;) {
+        round = await_round(own.pool, round);
+        if (own.pool->is_closing) return NULL;
+        own.pool->body(own.pool->context, own.thread);
+        llmrt_pool_barrier(own.pool);
+    }
+}
+
+llmrt_pool *llmrt_pool_new(int num_threads) {
+    llmrt_pool *pool = num_threads < 1 ? NULL : aligned_alloc(64, sizeof *pool);
+    if (!pool) return NULL;
+    *pool = (llmrt_pool){.num_threads = 1, .process = getpid()};
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->wake, NULL);
+    pool->threads = calloc((size_t)num_threads, sizeof *pool->threads);
+    while (pool->threads && pool->num_threads < num_threads) {
+        start *own = malloc(sizeof *own);
+        if (!own) break;
+        *own = (start){pool, pool->num_threads};
+        if (pthread_create(&pool->threads[pool->num_threads], NULL, run_thread, own)) {
+            free(own);
+            break;
+        }
+        pool->num_threads++;
+    }
+    if (!pool->threads || pool->num_threads < num_threads) {
+        llmrt_pool_free(pool);
+        return NULL;
+    }
+    return pool;
+}
+
+void llmrt_pool_free(llmrt_pool *pool) {
+    if (!pool) return;
+    if (pool->process == getpid()) { /* else both belong to threads that are not here */
+        pool->is_closing = 1;
+        start_round(pool);
+        for (int i = 1; i < pool->num_threads; i++) pthread_join(pool->threads[i], NULL);
+        pthread_cond_destroy(&pool->wake);
+        pthread_mutex_destroy(&pool->mutex);
+    }
+    free(pool->threads);
+    free(pool);
+}
+
+void llmrt_pool_run(llmrt_pool *pool, void (*body)(void *, int), void *context) {
+    if (pool->num_threads > 1 && pool->process != getpid()) pool->num_threads = 1;
+    pool->body = body;
+    pool->context = context;
+    if (pool->num_threads > 1) start_round(pool);
+    body(context, 0);
+    llmrt_pool_barrier(pool);
+}
