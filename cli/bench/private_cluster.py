@@ -1,0 +1,60 @@
+"""A cluster of its own for one measurement, with nothing left running."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from llmrt.actor.supervisor import RestartBudget
+from llmrt.cli.bench.subject import SPLIT
+from llmrt.cli.cluster import Cluster, broker_child, wait_until_linked, worker_child
+from llmrt.cli.run import failed_code
+from llmrt.wire.errors import InternalError
+
+
+def roles_of(layout: str) -> tuple[str, ...]:
+    """One worker each."""
+    return ("prefill", "decode") if layout == SPLIT else ("both",)
+
+
+async def with_private_cluster(
+    layout: str,
+    flags: Mapping[str, object],
+    config: Path | None,
+    work: Callable[[str], Awaitable[int]],
+) -> int:
+    """Start the workers of a layout, and do `work` with the endpoint for clients.
+
+    Returns what `work` returns, or the exit code of a child that has said on stderr why it ended:
+    none is started again, since a figure across a restart would mean nothing.
+    """
+    with TemporaryDirectory(prefix="llmrt-") as folder:
+        broker, workers = f"ipc://{folder}/clients", f"ipc://{folder}/workers"
+        broker_flags = {"bind": broker, "worker_bind": workers, "log_level": flags["log_level"]}
+        worker_flags = {**flags, "broker": workers, "runtime_dir": folder}
+        children = [
+            worker_child(f"{role}-0", role, worker_flags, config) for role in roles_of(layout)
+        ]
+        cluster = Cluster([broker_child(broker_flags, config), *children])
+        return await _while_serving(cluster, lambda: _started(cluster, broker, layout, work))
+
+
+async def _started(
+    cluster: Cluster, broker: str, layout: str, work: Callable[[str], Awaitable[int]]
+) -> int:
+    await cluster.ready.wait()
+    if layout == SPLIT and not await wait_until_linked(broker, 1):
+        raise InternalError("the workers have not met: the layout would not be the one asked for")
+    return await work(broker)
+
+
+async def _while_serving(cluster: Cluster, work: Callable[[], Awaitable[int]]) -> int:
+    serving = asyncio.ensure_future(cluster.run(lambda: RestartBudget(max_restarts=0)))
+    working = asyncio.ensure_future(work())
+    try:
+        await asyncio.wait([serving, working], return_when=asyncio.FIRST_COMPLETED)
+        return failed_code(cluster.exit_codes) if serving.done() else await working
+    finally:
+        working.cancel()
+        serving.cancel()
+        await asyncio.gather(working, serving, return_exceptions=True)
