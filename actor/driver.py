@@ -11,13 +11,11 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from llmrt.actor.machine import Machine
+from llmrt.actor.timer import DeadlineTimer
 
 E = TypeVar("E")
 F = TypeVar("F")
 
-# What a timer waits at least when a tick did not consume its deadline: a fault of the machine,
-# which must not take the whole core.
-MIN_WAIT_S = 0.001
 PULSE_S = 0.1
 # Below this a late pulse is the noise of a busy machine and of its scheduler.
 _NOISE_S = 0.05
@@ -39,17 +37,16 @@ class Driver(Generic[E, F]):
     ) -> None:
         self._machine = machine
         self._perform = perform
-        self._tick = tick
         self._validate = validate
         self._loop = asyncio.get_running_loop()
         self._pulse = Pulse(self._loop)
         self._queue: deque[E] = deque()
         self._is_handling = False
         self._is_closed = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0
-        self._not_before = 0.0
-        self._arm()
+        self._timer = DeadlineTimer(
+            machine.next_deadline, lambda: self.handle(tick), type(machine).__name__
+        )
+        self._timer.arm()
 
     def handle(self, event: E) -> None:
         """Give one event to the machine and perform its effects in order.
@@ -73,7 +70,7 @@ class Driver(Generic[E, F]):
             raise
         finally:
             self._is_handling = False
-        self._arm()
+        self._timer.arm()
 
     def stalled_s(self) -> float:
         """Seconds that this process did not run just now: to be charged to what it drains."""
@@ -83,44 +80,7 @@ class Driver(Generic[E, F]):
         """Stop all timers; events that come later are dropped."""
         self._is_closed = True
         self._pulse.close()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _arm(self) -> None:
-        """One timer at the deadline, or an earlier one that finds out and is set again.
-
-        Deadlines mostly move away with every event; so most events touch no timer.
-        """
-        deadline = self._machine.next_deadline()
-        if deadline is None or self._is_closed:
-            return
-        at = max(deadline, self._not_before)
-        if self._timer is not None:
-            if self._timer_at <= at:
-                return
-            self._timer.cancel()
-        wait_s = at - time.monotonic()
-        self._timer_at = at
-        # uvloop rounds to milliseconds: a shorter wait would be none, and the loop would spin.
-        self._timer = self._loop.call_later(
-            max(MIN_WAIT_S, wait_s) if wait_s > 0 else 0.0, self._on_timer
-        )
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        now = time.monotonic()
-        deadline = self._machine.next_deadline()
-        if deadline is None or deadline > now:
-            self._arm()
-            return
-        self._not_before = now + MIN_WAIT_S
-        self.handle(self._tick)
-        after = self._machine.next_deadline()
-        if after is not None and after <= now:
-            self._loop.call_exception_handler(
-                {"message": f"{type(self._machine).__name__} kept its deadline after the tick"}
-            )
+        self._timer.close()
 
 
 class Pulse:

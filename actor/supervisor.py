@@ -13,30 +13,21 @@ import contextlib
 import itertools
 import os
 import signal
-import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeAlias
 
-from llmrt.actor.process import PARENT_ENV
+from llmrt.actor.spawning import READY_ENV, Child, Spawned, spawn
 from llmrt.wire.errors import ConfigError, InternalError, LlmrtError, RegistrationRefused
 
-READY_ENV = "LLMRT_READY_FD"
 MAX_RESTARTS, RESTART_WINDOW_S = 5, 60.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 10.0
 STOP_TIMEOUT_S = 10.0
 # Usage, refused by a peer, bad configuration: the same command gives the same answer.
 FINAL_EXIT_CODES = frozenset({2, 77, 78})
-
-
-@dataclass(frozen=True, slots=True)
-class Child:
-    """What to run. `name` is for people."""
-
-    name: str
-    argv: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +88,10 @@ class Supervisor:
         *,
         make_budget: Callable[[], RestartBudget] = RestartBudget,
         stop_timeout_s: float = STOP_TIMEOUT_S,
+        spawned: Mapping[str, Spawned] = MappingProxyType({}),
     ) -> None:
+        """`spawned` are the children that run already, by name: `run` takes them over."""
+        self._spawned = spawned
         self._children = children
         self._on_event = on_event
         self._make_budget = make_budget
@@ -109,7 +103,10 @@ class Supervisor:
         Either way all children are gone afterwards: SIGTERM, then SIGKILL after `stop_timeout_s`.
         The first one is stopped when all others have ended: it is whom they say goodbye to.
         """
-        lives = [_Life(child, self._on_event, self._make_budget()) for child in self._children]
+        lives = [
+            _Life(child, self._on_event, self._make_budget(), self._spawned.get(child.name))
+            for child in self._children
+        ]
         tasks = [asyncio.create_task(life.run()) for life in lives]
         try:
             await asyncio.gather(*tasks)
@@ -137,16 +134,22 @@ class _Life:
     """One child over all its restarts."""
 
     def __init__(
-        self, child: Child, on_event: Callable[[ChildEvent], None], budget: RestartBudget
+        self,
+        child: Child,
+        on_event: Callable[[ChildEvent], None],
+        budget: RestartBudget,
+        spawned: Spawned | None,
     ) -> None:
         self.process: _Process | None = None
         self._child = child
         self._on_event = on_event
         self._budget = budget
+        self._spawned = spawned
 
     async def run(self) -> None:
         for num_restarts in itertools.count():
-            process = _Process(self._child.argv, lambda: self._on_event(Ready(self._child)))
+            spawned, self._spawned = self._spawned or spawn(self._child), None
+            process = _Process(spawned, lambda: self._on_event(Ready(self._child)))
             self.process = process
             self._on_event(Started(self._child, process.pid, num_restarts))
             exit_code = await process.wait()
@@ -163,23 +166,10 @@ class _Life:
 class _Process:
     """One started process; owns its pidfd and the pipe on which it says that it is ready."""
 
-    def __init__(self, argv: Sequence[str], on_ready: Callable[[], None]) -> None:
+    def __init__(self, spawned: Spawned, on_ready: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_ready = on_ready
-        self._ready_fd, child_fd = os.pipe()
-        try:
-            self._popen = subprocess.Popen(  # noqa: S603
-                argv,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=(child_fd,),
-                env=os.environ | {PARENT_ENV: str(os.getpid()), READY_ENV: str(child_fd)},
-            )
-        except OSError:
-            os.close(self._ready_fd)
-            raise
-        finally:
-            os.close(child_fd)
+        self._popen, self._ready_fd = spawned.process, spawned.ready_fd
         self.pid = self._popen.pid
         self._pidfd = os.pidfd_open(self.pid)
         self._exit_code: asyncio.Future[int] = self._loop.create_future()

@@ -27,8 +27,11 @@ class Answer:
 
 
 def given(options: Mapping[str, object]) -> dict[str, Any]:
-    """The options that were given; empty lists count as not given."""
-    return {name: value for name, value in options.items() if value not in (None, [])}
+    """The options that were given; empty lists count as not given. Biases become a mapping."""
+    found: dict[str, Any] = {n: value for n, value in options.items() if value not in (None, [])}
+    if "logit_bias" in found:
+        found["logit_bias"] = dict(found["logit_bias"])
+    return found
 
 
 async def show(stream: "Stream", *, as_json: bool) -> Answer:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmrt.cli.answers import given, write
-from llmrt.cli.options import BrokerOption, endpoint, with_sampling
+from llmrt.cli.options import BrokerOption, ModelOption, endpoint, with_sampling
 
 if TYPE_CHECKING:
     from llmrt.client import Client
@@ -18,6 +18,7 @@ _HELP = "/reset starts anew, /exit or Ctrl-D leaves, Ctrl-C cancels an answer"
 @with_sampling
 def chat(
     broker: BrokerOption = None,
+    model: ModelOption = None,
     system: Annotated[str | None, typer.Option(help="instructions for the model")] = None,
     **options: object,
 ) -> None:
@@ -30,7 +31,7 @@ def chat(
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives input() its line editing
     with Client(endpoint(broker)) as client:
-        _Chat(client, system, given(options)).run()
+        _Chat(client, system, given({"model": model, **options})).run()
 
 
 class _Chat:

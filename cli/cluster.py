@@ -3,23 +3,25 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from llmrt.actor.spawning import Child, Spawned
 from llmrt.cli.config import flag_name
 from llmrt.wire.errors import ModelNotFound
 
 if TYPE_CHECKING:
-    from llmrt.actor.supervisor import Child, ChildEvent, RestartBudget
+    from llmrt.actor.supervisor import ChildEvent, RestartBudget
     from llmrt.wire.messages import WorkerRow
 
 
-def broker_child(flags: Mapping[str, object], config: Path | None) -> "Child":
+def broker_child(flags: Mapping[str, object], config: Path | None) -> Child:
     return _child("broker", ["broker"], flags, config)
 
 
 def worker_child(
     worker_id: str, role: str, flags: Mapping[str, object], config: Path | None
-) -> "Child":
+) -> Child:
     own = {"role": role, "worker_id": worker_id}
     return _child(worker_id, ["worker"], {**flags, **own}, config)
 
@@ -59,22 +61,34 @@ def are_linked(workers: "Sequence[WorkerRow]", num_prefill: int) -> bool:
 
 
 class Cluster:
-    """Children under one supervisor. `ready` is set once all of them have served."""
+    """Children under one supervisor. `ready` is set once all of them have served.
 
-    def __init__(self, children: "Sequence[Child]") -> None:
+    `pids` and `exit_codes` are the last ones, by child. `spawned` are children that run already.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        spawned: Mapping[str, Spawned] = MappingProxyType({}),
+    ) -> None:
         import asyncio
 
         self.ready = asyncio.Event()
         self._children = children
+        self._spawned = spawned
         self._not_ready = {child.name for child in children}
         self.pids: dict[str, int] = {}
+        self.exit_codes: dict[str, int] = {}
 
     async def run(self, make_budget: "Callable[[], RestartBudget] | None" = None) -> None:
         """Until cancelled; raises the error that names a child that cannot run."""
         from llmrt.actor.supervisor import RestartBudget, Supervisor
 
         supervisor = Supervisor(
-            self._children, self._take, make_budget=make_budget or RestartBudget
+            self._children,
+            self._take,
+            make_budget=make_budget or RestartBudget,
+            spawned=self._spawned,
         )
         await supervisor.run()
 
@@ -95,6 +109,7 @@ class Cluster:
                 if not self._not_ready:
                     self.ready.set()
             case Exited(_, pid, exit_code, pause_s):
+                self.exit_codes[name] = exit_code
                 log.warning(
                     "child.exited", child=name, pid=pid, exit_code=exit_code, pause_s=pause_s
                 )
@@ -102,10 +117,8 @@ class Cluster:
 
 def _child(
     name: str, command: list[str], flags: Mapping[str, object], config: Path | None
-) -> "Child":
-    from llmrt.actor.supervisor import Child
-
-    argv = [sys.executable, "-m", "llmrt.cli.main", *command]
+) -> Child:
+    argv = [sys.executable, "-m", "llmrt.cli.child", *command]
     if config is not None:
         argv += ["--config", str(config)]
     for field, value in flags.items():

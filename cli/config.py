@@ -1,7 +1,9 @@
 """Settings of a component: from flags, else the environment, else a TOML file, else defaults.
 
 The field `bind` of the broker is the flag `--bind`, the variable `LLMRT_BROKER_BIND` and the key
-`bind` in section `[broker]` of the file. A name that nobody knows is an error, wherever it is.
+`bind` in section `[broker]` of the file. A name that nobody knows is an error in a flag, in the
+file and in a variable of the component; any other variable `LLMRT_...` may be meant for something
+else, and is worth a warning.
 """
 
 import difflib
@@ -10,19 +12,26 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 from llmrt.broker.settings import BrokerSettings
+from llmrt.cli.settings import UpSettings
 from llmrt.wire.errors import ConfigError
 from llmrt.workers.settings import WorkerSettings
 
-T = TypeVar("T", BrokerSettings, WorkerSettings)
+T = TypeVar("T", BrokerSettings, WorkerSettings, UpSettings)
+Section: TypeAlias = type[BrokerSettings] | type[WorkerSettings] | type[UpSettings]
 
-SECTIONS: dict[str, type[BrokerSettings] | type[WorkerSettings]] = {
+SECTIONS: dict[str, Section] = {
     "broker": BrokerSettings,
     "worker": WorkerSettings,
+    "up": UpSettings,
 }
 DEFAULT_FILE = Path("llmrt.toml")
+_PREFIX = "LLMRT_"
+_NO_SETTINGS = ("LLMRT_LOG", "LLMRT_CACHE")
+# What a process is told by the one that started it, and tests by who runs them.
+_NOT_FOR_USERS = ("LLMRT_PARENT_PID", "LLMRT_READY_FD", "LLMRT_TEST_")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _NONE = "none"
 
@@ -58,7 +67,20 @@ def load(
     return kind(**values)
 
 
-def section_of(kind: type[BrokerSettings] | type[WorkerSettings]) -> str:
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """One line for each variable `LLMRT_...` that nothing here reads."""
+    known = [*_NO_SETTINGS]
+    for section, kind in SECTIONS.items():
+        known += [env_name(section, field.name) for field in fields(kind)]
+    lines = []
+    for name in sorted(environ):
+        if name.startswith(_PREFIX) and not name.startswith(_NOT_FOR_USERS) and name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            lines.append(f"unknown environment variable {name}: did you mean {nearest}?")
+    return lines
+
+
+def section_of(kind: Section) -> str:
     return next(section for section, known in SECTIONS.items() if known is kind)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from llmrt.cli.answers import given, show, summary
-from llmrt.cli.options import BrokerOption, JsonOption, endpoint, with_sampling
+from llmrt.cli.options import BrokerOption, JsonOption, ModelOption, endpoint, with_sampling
 
 
 @with_sampling
@@ -16,6 +16,7 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="ask it, through the model's chat template")
     ] = False,
+    model: ModelOption = None,
     json_output: JsonOption = False,
     **options: object,
 ) -> None:
@@ -26,7 +27,8 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     from llmrt.actor.runtime import run
 
-    raise typer.Exit(run(_generate(endpoint(broker), text, chat, json_output, given(options))))
+    wanted = given({"model": model, **options})
+    raise typer.Exit(run(_generate(endpoint(broker), text, chat, json_output, wanted)))
 
 
 async def _generate(

@@ -5,8 +5,11 @@ import sys
 
 import typer
 
+from llmrt.cli.bench.command import app as bench
 from llmrt.cli.broker import broker
 from llmrt.cli.chat import chat
+from llmrt.cli.config import unknown_variables
+from llmrt.cli.doctor import doctor
 from llmrt.cli.generate import generate
 from llmrt.cli.ps import ps
 from llmrt.cli.run import run
@@ -24,8 +27,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, up, generate, chat, ps, broker, worker, version):
+for command in (run, up, generate, chat, ps, broker, worker, doctor, version):
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
@@ -35,8 +39,11 @@ def main() -> None:
         from llmrt.actor.process import die_with_parent
 
         die_with_parent()
+    if "LLMRT_READY_FD" not in os.environ:  # else the supervisor of this process has said it
+        for line in unknown_variables():
+            print(f"warning: {line}", file=sys.stderr)
     try:
-        app()
+        app(prog_name="llmrt")
     except LlmrtError as error:
         from llmrt.actor.exits import report
 

@@ -4,15 +4,22 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import typer
 
 from llmrt.broker.settings import BrokerSettings
-from llmrt.cli.config import env_name, flag_name, load, section_of
-from llmrt.workers.settings import WorkerSettings
+from llmrt.cli.config import Section, env_name, flag_name, load, section_of
 
 C = TypeVar("C", bound=Callable[..., None])
+
+
+class TokenBias(NamedTuple):
+    """One entry of `logit_bias`."""
+
+    token_id: int
+    bias: float
+
 
 ConfigOption = Annotated[
     Path | None,
@@ -27,6 +34,10 @@ BrokerOption = Annotated[
         show_default=False,
     ),
 ]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="name of the model, as in llmrt ps; needed if several are served"),
+]
 SAMPLING: dict[str, tuple[Any, str]] = {
     "max_tokens": (int, "most tokens to generate (default: to the end of the context)"),
     "temperature": (float, "0 takes the likeliest token [0]"),
@@ -36,6 +47,10 @@ SAMPLING: dict[str, tuple[Any, str]] = {
     "repetition_penalty": (float, "above 1: tokens that occurred are less likely"),
     "presence_penalty": (float, "subtracted from tokens that were generated"),
     "frequency_penalty": (float, "subtracted once per time that a token was generated"),
+    "logit_bias": (
+        list[TokenBias],
+        "add BIAS (-100 to 100) to the logit of token ID; may be repeated",
+    ),
     "min_tokens": (int, "do not end before so many tokens"),
     "ignore_eos": (bool, "go on behind the end token"),
     "stop_token_ids": (list[int], "end before this token id; may be repeated"),
@@ -68,17 +83,19 @@ WORKER_HELP = {
     "worker_id": "name, stable over restarts (default: role, host and pid)",
     "link": "endpoint for other workers (default: a socket in the runtime folder)",
     "runtime_dir": "folder for the sockets of workers on one host",
-    "device": "what runs the model",
-    "dtype": "numbers of the weights",
-    "kv_cache_dtype": "numbers of the KV cache",
+    "device": "what runs the model: auto, cpu (the compiled step) or torch",
+    "dtype": "numbers of the weights: auto (as stored), bf16, f32 or int8",
+    "kv_cache_dtype": "numbers of the KV cache: bf16, f32, int8 or fp8",
+    "cpu_family": "instructions of the compiled step (default: the best of llmrt doctor)",
     "kv_tokens": "tokens that the KV cache holds (default: 4 contexts, or a quarter of memory)",
     "max_context": "longest context in tokens (default: the model's)",
     "max_running": "most requests in one step",
     "max_waiting": "most requests in the queue",
     "step_tokens": "most tokens in one step",
-    "threads": "threads of a step (default: all cores)",
+    "threads": "threads of a step (default: all cores; llmrt up shares them out)",
     "transfer": "how KV blocks pass between workers: auto, shm or tcp",
     "placement": "where prompts are computed: auto, local or remote",
+    "stream_interval_ms": "send tokens that come within so many milliseconds together",
     "has_prefix_cache": "keep the KV cache of prompts for later ones",
     "trust_remote_code": "accepted for compatibility: code from a model folder is never run",
     "validate": "assert all invariants after every event",
@@ -87,7 +104,7 @@ WORKER_HELP = {
 
 
 def with_settings(
-    kind: type[BrokerSettings] | type[WorkerSettings],
+    kind: Section,
     texts: Mapping[str, str],
     without: tuple[str, ...] = (),
 ) -> Callable[[C], C]:
@@ -118,12 +135,27 @@ def with_sampling(command: C) -> C:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[kind | None, typer.Option(help=text, show_default=False)],
+            annotation=Annotated[
+                kind | None,
+                typer.Option(help=text, show_default=False, **_PARSED.get(name, {})),
+            ],
         )
         for name, (kind, text) in SAMPLING.items()
     ]
     command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return command
+
+
+def parse_bias(text: str) -> TokenBias:
+    """`ID=BIAS`; raises `BadParameter`, which is a usage error. Ranges are checked later."""
+    token_id, _, bias = text.partition("=")
+    try:
+        return TokenBias(int(token_id), float(bias))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not ID=BIAS, as in 13=-100") from None
+
+
+_PARSED: dict[str, dict[str, Any]] = {"logit_bias": {"parser": parse_bias, "metavar": "ID=BIAS"}}
 
 
 def endpoint(broker: str | None) -> str:

@@ -1,12 +1,13 @@
 """`llmrt run`: from a model file to an answer in one command, with nothing left running."""
 
+import signal
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from llmrt.actor.spawning import spawn
 from llmrt.cli.answers import Answer, given, has_chat_template, show, summary
 from llmrt.cli.cluster import Cluster, broker_child, check_model, worker_child
 from llmrt.cli.config import load
@@ -18,10 +19,13 @@ from llmrt.cli.options import (
     with_sampling,
     with_settings,
 )
+from llmrt.wire.errors import InternalError
 from llmrt.workers.settings import WorkerSettings
 
 # One answer needs no more, and making a large arena takes longer than the answer (0.8 s/GB).
 KV_TOKENS = 8192
+# What a chat template may add to a prompt; those of families take 10 to 200.
+TEMPLATE_TOKENS = 1024
 _DECIDED_HERE = ("role", "broker", "worker_id", "link", "runtime_dir")
 
 
@@ -43,48 +47,60 @@ def run(
     options["log_level"] = options["log_level"] or "error"
     settings = load(WorkerSettings, options, config)
     check_model(settings.model)
-    options["kv_tokens"] = settings.kv_tokens or KV_TOKENS
+    options["kv_tokens"] = settings.kv_tokens or _kv_tokens(text, sampling, settings.max_context)
     from tempfile import TemporaryDirectory
 
-    from llmrt.actor.log import configure
-    from llmrt.actor.runtime import run as run_process
+    with TemporaryDirectory(prefix="llmrt-", ignore_cleanup_errors=True) as folder:
+        broker, workers = f"ipc://{folder}/clients", f"ipc://{folder}/workers"
+        log_level = options["log_level"]
+        broker_flags = {"bind": broker, "worker_bind": workers, "log_level": log_level}
+        worker_flags = {**options, "broker": workers, "runtime_dir": folder}
+        children = [
+            worker_child("both-0", "both", worker_flags, config),
+            broker_child(broker_flags, config),
+        ]
+        # The worker takes longest. While it loads, this process imports what it needs itself.
+        spawned = {child.name: spawn(child) for child in children}
+        from llmrt.actor.log import configure
+        from llmrt.actor.runtime import run as run_process
 
-    configure("run", level="error")
+        configure("run", level="error")
+        # The broker is stopped last.
+        cluster = Cluster(children[::-1], spawned)
 
-    async def main() -> None:
-        with TemporaryDirectory(prefix="llmrt-") as folder:
-            answer = await _answer(
-                text, Path(folder), config, options, sampling, is_raw=raw, as_json=json_output
-            )
-        if not json_output:
-            print(summary(answer), file=sys.stderr)
+        async def main() -> int | None:
+            answer = await _answer(text, broker, cluster, sampling, is_raw=raw, as_json=json_output)
+            if isinstance(answer, int):
+                return answer
+            if not json_output:
+                print(summary(answer), file=sys.stderr)
+            return None
 
-    raise typer.Exit(run_process(main()))
+        raise typer.Exit(run_process(main()))
+
+
+def _kv_tokens(text: str, sampling: Mapping[str, object], max_context: int | None) -> int:
+    """What the only request can use: a token has a byte of its text at least."""
+    most = min(KV_TOKENS, max_context or KV_TOKENS)
+    max_tokens = sampling.get("max_tokens")
+    if isinstance(max_tokens, int):
+        most = min(most, len(text.encode(errors="replace")) + max_tokens + TEMPLATE_TOKENS)
+    return max(TEMPLATE_TOKENS, most)
 
 
 async def _answer(
     text: str,
-    folder: Path,
-    config: Path | None,
-    flags: Mapping[str, object],
+    broker: str,
+    cluster: Cluster,
     sampling: dict[str, Any],
     *,
     is_raw: bool,
     as_json: bool,
-) -> Answer:
+) -> Answer | int:
+    """The answer, or the exit code of a child that has said on stderr why it ended."""
     import asyncio
 
     from llmrt.actor.supervisor import RestartBudget
-
-    broker, workers = f"ipc://{folder}/clients", f"ipc://{folder}/workers"
-    broker_flags = {"bind": broker, "worker_bind": workers, "log_level": flags["log_level"]}
-    worker_flags = {**flags, "broker": workers, "runtime_dir": folder}
-    cluster = Cluster(
-        [
-            broker_child(broker_flags, config),
-            worker_child("both-0", "both", worker_flags, config),
-        ]
-    )
 
     async def ask() -> Answer:
         from llmrt.client import AsyncClient
@@ -102,9 +118,18 @@ async def _answer(
     try:
         await asyncio.wait([serving, asking], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
-            await serving  # raises why
+            return failed_code(cluster.exit_codes)
         return await asking
     finally:
         asking.cancel()
         serving.cancel()
         await asyncio.gather(asking, serving, return_exceptions=True)
+
+
+def failed_code(exit_codes: Mapping[str, int]) -> int:
+    """That of the child that ended first; raises `InternalError` for one that could not say why."""
+    name, code = next(iter(exit_codes.items()))
+    if code <= 0:
+        how = f"was ended by {signal.Signals(-code).name}" if code else "ended before it answered"
+        raise InternalError(f"{name} {how}: if nobody did that, look for a lack of memory (dmesg)")
+    return code

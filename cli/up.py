@@ -1,26 +1,32 @@
 """`llmrt up`: a broker and its workers on this host, watched by one process."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from llmrt.broker.settings import BrokerSettings
 from llmrt.cli.cluster import Cluster, broker_child, check_model, wait_until_linked, worker_child
-from llmrt.cli.config import load
+from llmrt.cli.config import env_name, load
 from llmrt.cli.options import WORKER_HELP, ConfigOption, JsonOption, with_settings
+from llmrt.cli.settings import UpSettings
 from llmrt.wire.errors import ConfigError
 from llmrt.workers.settings import WorkerSettings
 
 _ROLES = ("both", "prefill", "decode")
-Count = Annotated[int, typer.Option(min=0, max=256, help="number of such workers")]
+MAX_WORKERS = 256  # of a role
+
+
+def _count(role: str) -> Any:
+    text = f"number of such workers [0, {env_name('up', role)}]"
+    return typer.Option(min=0, max=MAX_WORKERS, help=text, show_default=False)
 
 
 @with_settings(WorkerSettings, WORKER_HELP, without=("role", "broker", "worker_id", "link"))
 def up(
-    both: Count = 0,
-    prefill: Count = 0,
-    decode: Count = 0,
+    both: Annotated[int | None, _count("both")] = None,
+    prefill: Annotated[int | None, _count("prefill")] = None,
+    decode: Annotated[int | None, _count("decode")] = None,
     bind: Annotated[str | None, typer.Option(help="endpoint for clients")] = None,
     worker_bind: Annotated[str | None, typer.Option(help="endpoint for workers")] = None,
     config: ConfigOption = None,
@@ -33,10 +39,12 @@ def up(
 
     Example, split: llmrt up --prefill 1 --decode 2 --model model.gguf
     """
-    counts = check_counts(both, prefill, decode)
+    wanted = {"both": both, "prefill": prefill, "decode": decode}
+    counts = check_counts(load(UpSettings, wanted, config))
     asked = {"bind": bind, "worker_bind": worker_bind, "log_level": flags["log_level"]}
     settings = load(BrokerSettings, asked, config)
-    check_model(load(WorkerSettings, flags, config).model)
+    worker = load(WorkerSettings, flags, config)
+    check_model(worker.model)
     import asyncio
 
     import structlog
@@ -44,12 +52,14 @@ def up(
     from llmrt.actor.log import configure
     from llmrt.actor.runtime import run
     from llmrt.actor.sockets import check_free
+    from llmrt.engine.cpu_cores import share_of_cores
 
     # Before anything is loaded: a taken port must not cost a minute.
     ends = {"bind": check_free(settings.bind), "worker_bind": check_free(settings.worker_bind)}
     configure("up", level=settings.log_level)
     workers = [(f"{role}-{n}", role) for role in _ROLES for n in range(counts[role])]
     flags["broker"] = ends["worker_bind"]
+    flags["threads"] = worker.threads or share_of_cores(len(workers))
     children = [
         broker_child({**asked, **ends}, config),
         *(worker_child(name, role, flags, config) for name, role in workers),
@@ -75,13 +85,19 @@ def up(
     raise typer.Exit(run(main()))
 
 
-def check_counts(both: int, prefill: int, decode: int) -> dict[str, int]:
+def check_counts(wanted: UpSettings) -> dict[str, int]:
     """One worker for both roles unless asked otherwise; somebody must decode."""
-    if both == prefill == decode == 0:
-        both = 1
-    if both + decode == 0:
-        raise ConfigError(f"{prefill} prefill workers and none that decodes: add --decode 1")
-    return {"both": both, "prefill": prefill, "decode": decode}
+    counts = {role: getattr(wanted, role) for role in _ROLES}
+    for role, count in counts.items():
+        if not 0 <= count <= MAX_WORKERS:
+            raise ConfigError(f"{role} is {count}: a number of workers from 0 to {MAX_WORKERS}")
+    if not any(counts.values()):
+        counts["both"] = 1
+    if counts["both"] + counts["decode"] == 0:
+        raise ConfigError(
+            f"{counts['prefill']} prefill workers and none that decodes: add --decode 1"
+        )
+    return counts
 
 
 def banner(

@@ -89,9 +89,12 @@ class Client:
         """As `chat`, token by token. The request is sent when the stream is read."""
         return Stream(self._submit, self._client.chat_stream(messages, **options))
 
-    def tokenize(self, prompt: str | Messages, *, add_special: bool = True) -> list[int]:
+    def tokenize(
+        self, prompt: str | Messages, *, add_special: bool = True, model: str | None = None
+    ) -> list[int]:
         """Token ids of a text, or of a chat behind its template."""
-        return self._run(self._client.tokenize(prompt, add_special=add_special))
+        work = self._client.tokenize(prompt, add_special=add_special, model=model)
+        return self._run(work)
 
     def workers(self) -> PsReply:
         """Workers and requests as the broker sees them now."""

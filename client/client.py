@@ -100,9 +100,11 @@ class AsyncClient:
         """As `chat`, token by token. The request is sent when the stream is read."""
         return Stream(self, make_generate(None, messages, options, self._default_deadline_s))
 
-    async def tokenize(self, prompt: str | Messages, *, add_special: bool = True) -> list[int]:
+    async def tokenize(
+        self, prompt: str | Messages, *, add_special: bool = True, model: str | None = None
+    ) -> list[int]:
         """Token ids of a text, or of a chat behind its template."""
-        submit = make_tokenize(prompt, add_special, self._default_deadline_s)
+        submit = make_tokenize(prompt, add_special, self._default_deadline_s, model)
         return list(await self._ask(submit, tuple))
 
     async def workers(self) -> PsReply:

@@ -112,7 +112,7 @@ class ClientCore:
         self._link = Link(hello)
         self._calls: dict[RequestId, _Call] = {}
         self._owed_cancels: list[RequestId] = []
-        self._unacked: set[RequestId] = set()
+        self._unacked: dict[RequestId, None] = {}
         # (time, id) of every call, and stale entries: only one that equals `timer_at` counts.
         self._timers: list[tuple[float, RequestId]] = []
         self._ack_at = math.inf
@@ -163,7 +163,7 @@ class ClientCore:
             assert call.timer_at <= call.deadline + GRACE_S
             assert call.acked_seq <= call.read_seq <= call.sequencer.next_seq
             assert call.is_sent or not self._link.is_open
-        assert self._unacked <= self._calls.keys()
+        assert self._unacked.keys() <= self._calls.keys()
         assert (self._ack_at < math.inf) == bool(self._unacked)
         assert not self._calls or self._link.deadline() < math.inf
 
@@ -341,7 +341,7 @@ class ClientCore:
         call.heard_at = now
         try:
             taken = call.sequencer.take(row)
-        except ProtocolError as error:
+        except (ProtocolError, InternalError) as error:
             self.num_bad_messages += 1
             self._cancel(row.request_id, error)
             return
@@ -393,7 +393,7 @@ class ClientCore:
         if call.read_seq - call.acked_seq >= ACK_TOKENS:
             self._ack(call)
         elif call.read_seq > call.acked_seq:
-            self._unacked.add(call.submit.request_id)
+            self._unacked[call.submit.request_id] = None
             self._ack_at = min(self._ack_at, now + ACK_S)
 
     def _ack(self, call: _Call) -> None:
@@ -403,6 +403,6 @@ class ClientCore:
         self._settle(request_id)
 
     def _settle(self, request_id: RequestId) -> None:
-        self._unacked.discard(request_id)
+        self._unacked.pop(request_id, None)
         if not self._unacked:
             self._ack_at = math.inf

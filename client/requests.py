@@ -67,11 +67,7 @@ def make_generate(
     request_id = keywords.pop("request_id", None)
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
         raise InvalidRequest(f"priority is {shown(priority)}: a whole number of 32 bits is needed")
-    if model is not None and not (isinstance(model, str) and len(model) <= _MAX_MODEL_LENGTH):
-        raise InvalidRequest(
-            f"model is {shown(model)}: None or a name of at most {_MAX_MODEL_LENGTH} characters "
-            "is needed"
-        )
+    check_model_name(model)
     sampling = make_sampling(keywords)
     if messages is not None:
         turns = make_messages(messages)
@@ -91,12 +87,16 @@ def make_generate(
     )
 
 
-def make_tokenize(prompt: str | Messages, add_special: bool, deadline_s: float) -> Submit:
+def make_tokenize(
+    prompt: str | Messages, add_special: bool, deadline_s: float, model: str | None = None
+) -> Submit:
     """The request for the token ids of a text, or of a chat behind its template."""
+    check_model_name(model)
     if isinstance(prompt, str):
-        tokenize, raw = Tokenize(add_special=add_special), _utf8(prompt)
+        tokenize, raw = Tokenize(add_special=add_special, model=model), _utf8(prompt)
     else:
-        tokenize, raw = Tokenize(messages=make_messages(prompt), add_special=add_special), b""
+        turns, raw = make_messages(prompt), b""
+        tokenize = Tokenize(messages=turns, add_special=add_special, model=model)
     return Submit(new_request_id(), TOKENIZE, deadline_s, (_body(tokenize), raw))
 
 
@@ -177,6 +177,14 @@ def parse_request_id(value: object) -> RequestId:
 
 def new_request_id() -> RequestId:
     return RequestId(secrets.token_bytes(REQUEST_ID_BYTES))
+
+
+def check_model_name(model: object) -> None:
+    if model is not None and not (isinstance(model, str) and len(model) <= _MAX_MODEL_LENGTH):
+        raise InvalidRequest(
+            f"model is {shown(model)}: None or a name of at most {_MAX_MODEL_LENGTH} characters "
+            "is needed"
+        )
 
 
 def check_deadline(deadline_s: object) -> float:

@@ -3,8 +3,9 @@
 from enum import Enum
 
 from llmrt.client.results import StreamEvent, TokenLogprob
+from llmrt.wire.arrays import U32_BYTES, unpack_u32
 from llmrt.wire.envelope import decode_body
-from llmrt.wire.errors import ProtocolError
+from llmrt.wire.errors import InternalError, ProtocolError
 from llmrt.wire.steps import StepRow, token_ids_of
 
 
@@ -21,11 +22,13 @@ class Sequencer:
     `next_seq` is the number of the token wanted next. After a restart the broker may repeat a
     stream from its first token, in rows that are cut elsewhere: the same tokens and the same
     text, since both are functions of the request. So the text of a row that is partly old is cut
-    by counting the bytes of the repetition.
+    by counting the bytes of the repetition. Where the tokens differ all the same, going on would
+    join two answers.
     """
 
     def __init__(self) -> None:
         self.next_seq = 0
+        self._passed_on = bytearray()  # all token ids, as on the wire
         self._num_bytes = 0
         # A row without tokens (text held back until the end) comes at most once per number.
         self._bare_seq = -1
@@ -33,11 +36,16 @@ class Sequencer:
         self._replay_bytes = 0
 
     def take(self, row: StepRow) -> StreamEvent | Skipped:
-        """The new part of a row; raises `ProtocolError` if its extras are damaged."""
+        """The new part of a row.
+
+        Raises `ProtocolError` if its extras are damaged, `InternalError` if it repeats a token
+        with another id.
+        """
         end = row.seq + row.num_tokens
         num_old = self.next_seq - row.seq
         if num_old < 0:
             return Skipped.GAP
+        self._check_repetition(row)
         num_old_bytes = self._num_old_bytes(row)
         if not self._has_news(row):
             return Skipped.DUPLICATE
@@ -54,8 +62,21 @@ class Sequencer:
         if row.num_tokens == 0:
             self._bare_seq = row.seq
         self.next_seq = end
+        self._passed_on += row.token_ids[num_old * U32_BYTES :]
         self._num_bytes += len(text)
         return event
+
+    def _check_repetition(self, row: StepRow) -> None:
+        start = row.seq * U32_BYTES
+        passed_on = self._passed_on[start : start + len(row.token_ids)]
+        if row.token_ids.startswith(passed_on):
+            return
+        pairs = zip(unpack_u32(bytes(passed_on)), token_ids_of(row), strict=False)
+        i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        raise InternalError(
+            f"token {row.seq + i} of request {row.request_id.hex()} was {old} and came again as "
+            f"{new}: the stream was computed anew with another result; send it again"
+        )
 
     def _has_news(self, row: StepRow) -> bool:
         if row.num_tokens == 0:

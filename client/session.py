@@ -2,11 +2,13 @@
 
 import asyncio
 import secrets
+import time
 from typing import TypeAlias
 
 from llmrt.actor import sockets
 from llmrt.actor.channel import CLOSED, Channel
 from llmrt.actor.process import this_process
+from llmrt.actor.timer import DeadlineTimer
 from llmrt.client.core import ClientCore
 from llmrt.client.events import (
     BadMessageReceived,
@@ -26,7 +28,7 @@ from llmrt.client.events import (
 )
 from llmrt.client.results import Outcome, StreamEvent
 from llmrt.wire.arrays import unpack_u32
-from llmrt.wire.envelope import check_frames, decode_body, decode_header
+from llmrt.wire.envelope import check_frames, decode_body, decode_header, frame_at
 from llmrt.wire.errors import ProtocolError, RequestCancelled, RequestConflict
 from llmrt.wire.ids import RequestId
 from llmrt.wire.messages import (
@@ -56,10 +58,10 @@ def decode_message(frames: list[bytes]) -> Received:
     if header.kind == EVENTS:
         return Received(header, Rows(tuple(decode_step(frames))))
     if header.kind == TOKENIZED:
-        return Received(header, tuple(unpack_u32(_frame(frames, 1))))
+        return Received(header, tuple(unpack_u32(frame_at(frames, 1))))
     for kind, body_type in _BODIES.items():
         if header.kind == kind:
-            return Received(header, decode_body(_frame(frames, 1), body_type))
+            return Received(header, decode_body(frame_at(frames, 1), body_type))
     return Received(header, None)
 
 
@@ -69,12 +71,13 @@ class Session:
     def __init__(self, endpoint: str, *, connect_timeout_s: float) -> None:
         self._core = ClientCore(_hello(), endpoint, connect_timeout_s=connect_timeout_s)
         self._mailboxes: dict[RequestId, Mailbox] = {}
-        self._loop = asyncio.get_running_loop()
         self._context = sockets.context()
         self._connecting = asyncio.Lock()
         self._is_closed = False
         self._channel: Channel | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = DeadlineTimer(
+            self._core.next_deadline, lambda: self._handle(Tick()), type(self._core).__name__
+        )
 
     async def connect(self) -> None:
         """Start connecting, once; raises `ConfigError` for a malformed endpoint."""
@@ -129,26 +132,13 @@ class Session:
             self._handle(CloseWanted())
             self._channel.close()
             self._channel = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.close()
         await asyncio.to_thread(self._context.term)
 
     def _handle(self, event: Event) -> None:
-        for effect in self._core.handle(event, self._loop.time()):
+        for effect in self._core.handle(event, time.monotonic()):
             self._perform(effect)
-        deadline = self._core.next_deadline()
-        if deadline is None:
-            return
-        if self._timer is not None:
-            if self._timer.when() <= deadline:
-                return  # it comes early and is set again then
-            self._timer.cancel()
-        self._timer = self._loop.call_at(deadline, self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        self._handle(Tick())
+        self._timer.arm()
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -192,9 +182,3 @@ def _hello() -> Hello:
 
 def _closed() -> RequestCancelled:
     return RequestCancelled("the client is closed: make a new one")
-
-
-def _frame(frames: list[bytes], i: int) -> bytes:
-    if len(frames) <= i:
-        raise ProtocolError(f"message of {len(frames)} frames; at least {i + 1} are expected")
-    return frames[i]

@@ -8,7 +8,7 @@ news. Owner and peer are one trust domain, of one user.
     connect, hello  -->  on_attached: a reason refuses
                     <--  geometry + memfd, or the reason
        ... the peer has the arena mapped ...
-    closes or dies  -->  on_detached: it will be back, or not; it may still write
+    hangs up        -->  nothing: it may still write
     is dead         -->  on_dead: it writes no more (by its pidfd, whatever the connection does)
 """
 
@@ -37,7 +37,7 @@ from llmrt.wire.errors import (
 
 # sun_path has 108 bytes, the last of which is 0.
 MAX_PATH_BYTES = 107
-# Hello and description are a few hundred bytes; a packet is never split.
+# A hello is a few hundred bytes; a packet is never split.
 MAX_PACKET_BYTES = 64 << 10
 HELLO_TIMEOUT_S = 5.0
 # Living processes that ever attached, however often; far above the workers of one host.
@@ -52,7 +52,6 @@ class _Passed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_blocks: int = 0
     block_bytes: int = 0
     generation: int = 0
-    description: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,32 +62,24 @@ class AttachedPeer:
     hello: bytes
 
 
-PeerCallback = Callable[[AttachedPeer], None]
-
-
 class ArenaServer:
     """Hands `arena` to every process of this user that connects to `path`.
 
-    `description` goes to each peer as it is. `on_attached` is called before the peer gets the
-    arena; a text that it returns refuses the peer. `on_detached` and then `on_dead` are called
-    once each. `on_dead` is proof that the process which has the arena mapped is gone.
+    `on_attached` is called before the peer gets the arena; a text that it returns refuses the peer.
+    `on_dead` is called once: the proof that the process which has the arena mapped is gone.
     """
 
     def __init__(
         self,
         path: Path,
         arena: Arena,
-        description: bytes = b"",
         *,
         on_attached: Callable[[AttachedPeer], str | None],
-        on_detached: PeerCallback,
-        on_dead: PeerCallback,
+        on_dead: Callable[[AttachedPeer], None],
     ) -> None:
         self.path = path
         self._arena = arena
-        self._description = description
         self._on_attached = on_attached
-        self._on_detached = on_detached
         self._on_dead = on_dead
         self._listener: socket.socket | None = None
         self._inode = 0
@@ -157,27 +148,22 @@ class ArenaServer:
             return False
         loop = asyncio.get_running_loop()
         self._lifelines[peer], self._pidfds[peer] = sock, pidfd
-        loop.add_reader(sock.fileno(), self._detached, peer)
+        # End of file, or a peer that talks out of turn: either way this is no lifeline any more.
+        loop.add_reader(sock.fileno(), self._hang_up, peer)
         loop.add_reader(pidfd, self._died, peer)
         passed = _Passed(
             num_blocks=self._arena.num_blocks,
             block_bytes=self._arena.block_bytes,
             generation=self._arena.generation,
-            description=self._description,
         )
         # If the peer is gone already, its lifeline and its pidfd say so next.
         with contextlib.suppress(OSError):
             socket.send_fds(sock, [encode_body(passed)], [self._arena.fd])
         return True
 
-    def _detached(self, peer: AttachedPeer) -> None:
-        # End of file, or a peer that talks out of turn: either way this is no lifeline any more.
-        self._hang_up(peer)
-        self._on_detached(peer)
-
     def _died(self, peer: AttachedPeer) -> None:
         if peer in self._lifelines:
-            self._detached(peer)
+            self._hang_up(peer)
         self._forget_process(peer)
         self._on_dead(peer)
 
@@ -195,10 +181,7 @@ class ArenaServer:
 class Lifeline:
     """The peer's end: `on_lost` is called once if the owner hangs up or dies, not on `close`."""
 
-    def __init__(
-        self, sock: socket.socket, description: bytes, on_lost: Callable[[], None] | None
-    ) -> None:
-        self.description = description
+    def __init__(self, sock: socket.socket, on_lost: Callable[[], None] | None) -> None:
         self.is_open = True
         self._sock = sock
         self._on_lost = on_lost
@@ -235,7 +218,7 @@ async def attach_arena(
             sock.connect(str(path))
             sock.send(hello)
             await _readable(sock)
-            arena, description = _receive_arena(sock)
+            arena = _receive_arena(sock)
             try:
                 await asyncio.to_thread(arena.prefault)
             except BaseException:
@@ -250,10 +233,10 @@ async def attach_arena(
     except BaseException:
         sock.close()
         raise
-    return arena, Lifeline(sock, description, on_lost)
+    return arena, Lifeline(sock, on_lost)
 
 
-def _receive_arena(sock: socket.socket) -> tuple[Arena, bytes]:
+def _receive_arena(sock: socket.socket) -> Arena:
     packet, fds, flags, _ = socket.recv_fds(
         sock, MAX_PACKET_BYTES, maxfds=1, flags=socket.MSG_CMSG_CLOEXEC
     )
@@ -271,10 +254,7 @@ def _receive_arena(sock: socket.socket) -> tuple[Arena, bytes]:
         for fd in fds:
             os.close(fd)
         raise
-    arena = Arena.attach(
-        fds[0], passed.num_blocks, passed.block_bytes, generation=passed.generation
-    )
-    return arena, passed.description
+    return Arena.attach(fds[0], passed.num_blocks, passed.block_bytes, generation=passed.generation)
 
 
 def _peer_process(sock: socket.socket) -> tuple[int, int]:

@@ -31,6 +31,7 @@ class Layout:
     transfer: str = "auto"
     num_blocks: int = 48
     max_context: int = 512
+    stream_interval_s: float = 0.0
 
 
 SPLIT = Layout(num_prefill=2, num_decode=2)
@@ -74,7 +75,12 @@ class Cluster:
     def start_worker(self, worker_id: str, role: str) -> SimWorker:
         name = WorkerName(WorkerId(worker_id), self._epoch())
         worker = SimWorker(
-            self, name, role, transfer=self.layout.transfer, num_blocks=self.layout.num_blocks
+            self,
+            name,
+            role,
+            transfer=self.layout.transfer,
+            num_blocks=self.layout.num_blocks,
+            stream_interval_s=self.layout.stream_interval_s,
         )
         self.workers[worker_id] = worker
         self.world.after(0, lambda: worker.handle(worker.tick))
@@ -110,10 +116,7 @@ class Cluster:
             self.world.after(DEATH_NOTICE_S, lambda: tell(process))
 
     def worker_by_routing(self, routing_id: bytes) -> SimWorker | None:
-        worker = self.workers.get(routing_id.decode().partition("@")[0])
-        if worker is None or not worker.is_alive or worker.routing_id != routing_id:
-            return None
-        return worker
+        return self.life_of(WorkerName.from_routing_id(routing_id))
 
     def life_of(self, name: WorkerName) -> SimWorker | None:
         worker = self.workers.get(name.worker_id)

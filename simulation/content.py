@@ -14,13 +14,28 @@ from hashlib import blake2b
 from llmrt.engine.batch import ArenaId, Batch, Drawn, Row, SequenceId, StepResult
 from llmrt.kvtransfer.ledger import Ledger
 from llmrt.wire.ids import BlockId
-from llmrt.wire.kv import BLOCK_TOKENS
+from llmrt.wire.kv import BLOCK_TOKENS, KvContract
 from llmrt.wire.sampling import SamplingParams
 
 EMPTY = b""
 VOCAB_SIZE = 512
 EOS_TOKEN_ID = 1
 NUM_CONTROL = 3
+
+CONTRACT = KvContract(
+    model_hash="simulated",
+    tokenizer_hash="simulated",
+    kv_dtype="bf16",
+    block_tokens=BLOCK_TOKENS,
+    layout="simulated",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=1,
+    rope="none",
+    sharding="none",
+    protocol="1",
+    numerics_id="simulated",
+)
 
 
 class SimVocabulary:
@@ -146,7 +161,7 @@ class SimDevice:
                 sample = row.sample
                 token_id = next_token(digest, sample.seed, sample.position, sample.banned)
                 drawn.append(Drawn(SequenceId(row.sequence_id), token_id))
-        return StepResult(batch.step_id, tuple(drawn), 0.0)
+        return StepResult(batch.step_id, tuple(drawn), 0.0, 0.0)
 
     def _compute(self, row: Row, num_slots: int | None) -> tuple[bytes, int | None]:
         arena = self.arenas[row.arena]

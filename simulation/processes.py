@@ -12,15 +12,14 @@ from llmrt.broker.settings import BrokerSettings
 from llmrt.client import events as client_ev
 from llmrt.client.core import ClientCore
 from llmrt.client.session import decode_message
-from llmrt.engine.batch import LOCAL_ARENA, Batch
+from llmrt.engine.batch import LOCAL_ARENA, Batch, StepResult, fill
 from llmrt.engine.scheduler import Scheduler, SchedulerSettings
 from llmrt.kvtransfer.ledger import Ledger
-from llmrt.simulation.content import VOCAB_SIZE, SimArena, SimDevice, SimVocabulary
+from llmrt.simulation.content import CONTRACT, VOCAB_SIZE, SimArena, SimDevice, SimVocabulary
 from llmrt.simulation.world import World
 from llmrt.wire import messages as m
 from llmrt.wire.envelope import decode_header
 from llmrt.wire.ids import ClientId, LeaseId, RequestId, WorkerId, WorkerName
-from llmrt.wire.kv import KvContract
 from llmrt.workers import effects as do
 from llmrt.workers import events as ev
 from llmrt.workers.context import CoreSettings
@@ -28,21 +27,6 @@ from llmrt.workers.core import WorkerCore
 from llmrt.workers.offered import arena_of
 
 BROKER = "broker"
-
-CONTRACT = KvContract(
-    model_hash="simulated",
-    tokenizer_hash="simulated",
-    kv_dtype="bf16",
-    block_tokens=32,
-    layout="simulated",
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=1,
-    rope="none",
-    sharding="none",
-    protocol="1",
-    numerics_id="simulated",
-)
 
 
 class Surroundings(Protocol):
@@ -164,14 +148,21 @@ class SimWorker(Process):
     """One life of a worker: the real core, scheduler and ledger over an arena with content."""
 
     def __init__(
-        self, cluster: Surroundings, name: WorkerName, role: str, *, transfer: str, num_blocks: int
+        self,
+        cluster: Surroundings,
+        name: WorkerName,
+        role: str,
+        *,
+        transfer: str,
+        num_blocks: int,
+        stream_interval_s: float,
     ) -> None:
         pid = cluster.new_pid()
         self.worker = name
         self.role = role
-        self.routing_id = f"{name.worker_id}@{name.epoch}".encode()
+        self.routing_id = name.routing_id
         self.ledger = Ledger(num_blocks)
-        self.arena = SimArena(f"{name.worker_id}@{name.epoch}", 1, self.ledger)
+        self.arena = SimArena(name.full_name, 1, self.ledger)
         self.device = SimDevice(self.arena.name)
         self.device.arenas[LOCAL_ARENA] = self.arena
         self.scheduler = Scheduler(
@@ -190,10 +181,14 @@ class SimWorker(Process):
             link=self.arena.name,
             arena_socket=self.arena.name,
             transfer=transfer,
+            stream_interval_s=stream_interval_s,
         )
         core = WorkerCore(settings, self.scheduler, SimVocabulary())
         super().__init__(cluster, self.arena.name, core, ev.Tick(), pid)
         self.running: Batch | None = None
+        self.next_step: Batch | None = None
+        self.last_result: StepResult | None = None
+        self.told_at = 0.0
         self.attached: set[WorkerName] = set()
 
     # -- what arrives ------------------------------------------------------------------------
@@ -210,9 +205,12 @@ class SimWorker(Process):
         cluster, world = self.cluster, self.cluster.world
         match effect:
             case do.RunStep(batch):
-                assert self.running is None, "a step was started while one runs"
-                self.running = batch
-                world.after(world.rng.uniform(*world.faults.step_s), lambda: self._step_done(batch))
+                if self.running is None:
+                    self._run_step(batch)
+                else:
+                    assert batch.follows, "a step was started while one runs"
+                    assert self.next_step is None, "two steps wait for one that runs"
+                    self.next_step = batch
             case do.SendBroker(frames):
                 broker = cluster.broker
                 if broker.is_alive:
@@ -227,8 +225,8 @@ class SimWorker(Process):
                 ids = array("I", (3 + byte for byte in prompt))
                 answer = ev.Tokenized(request_id, attempt, ids)
                 world.after(world.rng.uniform(0, 0.005), lambda: self.handle(answer))
-            case do.AttachArena(owner, _, _, generation):
-                world.after(0.001, lambda: self._attach(owner, generation))
+            case do.AttachArena(owner):
+                world.after(0.001, lambda: self._attach(owner))
             case do.DetachArena(owner):
                 self.attached.discard(owner)
                 world.after(0.0, lambda: self._detach(owner))
@@ -251,23 +249,43 @@ class SimWorker(Process):
         if self.running is not None:
             self.device.run(self.running, num_slots=num_slots)
 
+    def _run_step(self, batch: Batch) -> None:
+        world = self.cluster.world
+        if batch.follows:
+            assert self.last_result is not None
+            fill(batch, self.last_result)
+        self.running = batch
+        self._tell(ev.StepTaken())
+        world.after(world.rng.uniform(*world.faults.step_s), lambda: self._step_done(batch))
+
     def _step_done(self, batch: Batch) -> None:
         if not self.is_alive:
             return
-        result = self.device.run(batch)
-        self.running = None
-        self.handle(ev.StepDone(result, self.cluster.world.now))
+        self.last_result = result = self.device.run(batch)
+        self.running, next_step, self.next_step = None, self.next_step, None
+        self._tell(ev.StepDone(result, self.cluster.world.now))
+        if next_step is not None:
+            self._run_step(next_step)
 
-    def _attach(self, owner: WorkerName, generation: int) -> None:
+    def _tell(self, event: ev.StepTaken | ev.StepDone) -> None:
+        """What the step thread says reaches the machine in order, and late now and then."""
+        world = self.cluster.world
+        late_s = world.rng.choice((0.0, 0.0, 0.0005, 0.02)) * world.rng.random()
+        self.told_at = max(self.told_at + 1e-9, world.now + late_s)
+        world.at(self.told_at, lambda: self.handle(event))
+
+    def _attach(self, owner: WorkerName) -> None:
         target = self.cluster.life_of(owner)
-        if target is None or target.arena.generation != generation:
+        if target is None:
             self.handle(ev.ArenaRefused(owner, "gone"))
             return
         self.device.arenas[arena_of(owner)] = target.arena
         self.attached.add(owner)
         reader = self.worker
         self.cluster.world.after(0.001, lambda: target.handle(ev.ArenaMapped(reader)))
-        self.handle(ev.ArenaAttached(owner))
+        arena = target.arena
+        shape = ev.ArenaShape(len(arena.slots), CONTRACT.block_bytes, arena.generation)
+        self.handle(ev.ArenaAttached(owner, shape))
 
     def _detach(self, owner: WorkerName) -> None:
         if self.running is not None:  # the step thread takes it after the running step

@@ -6,12 +6,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
+from llmrt.simulation.content import CONTRACT
+from llmrt.wire.kv import KvContract
+
 ROOT = Path(__file__).parents[1]
 _GONE_S = 10.0
+
+
+def make_contract(**changes: Any) -> KvContract:
+    """The contract of two workers that fit each other, but for `changes`."""
+    return msgspec.structs.replace(CONTRACT, **changes)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LINKS = ROOT / "src/llmrt"
 NOT_SHIPPED = shutil.ignore_patterns(
-    ".*", "__pycache__", "*.egg-info", "build", "dist", "tests", "docs", "shared"
+    ".*", "__pycache__", "*.egg-info", "*.so", "build", "dist", "tests", "docs", "shared"
 )
 
 
@@ -44,4 +44,5 @@ def test_the_wheel_has_every_file_of_the_tree(tmp_path: Path) -> None:
         for path in (tree / name).rglob("*")
         if path.is_file()
     }
-    assert packed == expected | {"llmrt/__init__.py", "llmrt/py.typed"}
+    made = {"llmrt/__init__.py", "llmrt/py.typed", "llmrt/kernels/cpu/libllmrt_cpu.so"}
+    assert packed == expected | made

@@ -154,6 +154,13 @@ def check_frames(frames: Sequence[bytes]) -> None:
         raise ProtocolError(f"frame of {longest} bytes; at most {MAX_RAW_BYTES} are allowed")
 
 
+def frame_at(frames: Sequence[bytes], index: int) -> bytes:
+    """A frame that its kind of message must have; raises `ProtocolError` if it is missing."""
+    if len(frames) <= index:
+        raise ProtocolError(f"message of {len(frames)} frames; at least {index + 1} are expected")
+    return frames[index]
+
+
 def _body_decoder(expected: type[T]) -> msgspec.msgpack.Decoder[T]:
     decoder = _BODY_DECODERS.get(expected)
     if decoder is None:

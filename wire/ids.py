@@ -2,6 +2,8 @@
 
 from typing import NamedTuple, NewType
 
+from llmrt.wire.errors import ProtocolError
+
 RequestId = NewType("RequestId", bytes)
 """16 random bytes, chosen by the client; written in hex in logs and on the command line."""
 
@@ -42,3 +44,21 @@ class WorkerName(NamedTuple):
 
     worker_id: WorkerId
     epoch: int
+
+    @property
+    def full_name(self) -> str:
+        """`decode-0@17`: what arenas, sockets and bulk readers call this life."""
+        return f"{self.worker_id}@{self.epoch}"
+
+    @property
+    def routing_id(self) -> bytes:
+        """The full name as bytes: two lives never meet on one socket."""
+        return self.full_name.encode()
+
+    @classmethod
+    def from_routing_id(cls, routing_id: bytes) -> "WorkerName":
+        """The life behind a routing id; raises `ProtocolError` if it names none."""
+        worker_id, _, epoch = routing_id.decode(errors="replace").rpartition("@")
+        if not worker_id or not epoch.isdecimal():
+            raise ProtocolError(f"routing id {routing_id[:64]!r} names no worker")
+        return cls(WorkerId(worker_id), int(epoch))

@@ -146,7 +146,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker as `ps` shows it."""
+    """One worker as `ps` shows it.
+
+    `numerics_id` is that of its contract. `steps_s` and `python_s` are those of its `Load`, None
+    if the broker does not tell.
+    """
 
     worker_id: str
     epoch: int
@@ -162,6 +166,9 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_age_s: float
     kv_bytes_read: int
     links: dict[str, str]
+    numerics_id: str = ""
+    steps_s: float | None = None
+    python_s: float | None = None
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,6 +220,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What routing looks at, and `ps` shows; counters grow since the start of the worker.
 
     `kv_bytes_read` were copied out of other workers' arenas; a hand-over in place copies none.
+    `steps_s` sums the time from the return of a step to that of the next one, where the next one
+    could start at once; `python_s` is what of it was not spent in the model's computation.
     """
 
     num_running: int = 0
@@ -226,6 +235,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     kv_bytes_read: int = 0
+    steps_s: float = 0.0
+    python_s: float = 0.0
     links: dict[str, str] = {}
 
 

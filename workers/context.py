@@ -20,7 +20,8 @@ class CoreSettings:
     """Facts about this worker that do not change while it lives.
 
     `max_context` bounds prompt and generated tokens of a request. `transfer` is auto, shm or
-    tcp; `placement` auto, local or remote. Times in seconds.
+    tcp; `placement` auto, local or remote. Tokens of a request that come within `stream_interval_s`
+    leave together. Times in seconds.
     """
 
     name: WorkerName
@@ -40,6 +41,7 @@ class CoreSettings:
     beat_s: float = 1.0
     lease_s: float = 30.0
     lease_renew_s: float = 5.0
+    stream_interval_s: float = 0.0
 
     @property
     def does_decode(self) -> bool:
@@ -51,7 +53,7 @@ class CoreSettings:
 
 
 class WorkerContext:
-    """Collects the effects of one event: `now` is its time, `waited_s` its age at most."""
+    """Collects the effects of one event: `now` is its time."""
 
     def __init__(
         self, settings: CoreSettings, scheduler: Scheduler, vocabulary: Vocabulary
@@ -63,14 +65,13 @@ class WorkerContext:
         self.counters: Counter[str] = Counter()
         self.effects: list[Effect] = []
         self.now = 0.0
-        self.waited_s = 0.0
         self._last_sequence_id = 0
 
-    def deadline_of(self, header: Header) -> float | None:
-        """When the budget of a message that has just come runs out."""
+    def deadline_of(self, header: Header, waited_s: float) -> float | None:
+        """When the budget of a message that has just come runs out; it waited so long unread."""
         if header.budget_ms == NO_BUDGET:
             return None
-        return self.now + header.budget_ms / 1000 - self.waited_s
+        return self.now + header.budget_ms / 1000 - waited_s
 
     def new_sequence_id(self) -> int:
         self._last_sequence_id += 1
@@ -91,11 +92,11 @@ class WorkerContext:
         attempt: Attempt = NO_ATTEMPT,
         seq: int = 0,
         raw: Sequence[bytes] = (),
-        is_beat: bool = False,
+        is_skippable: bool = False,
     ) -> None:
         header = encode_header(kind, request_id, attempt=attempt, seq=seq)
         bodies = [] if body is None else [encode_body(body)]
-        self.effects.append(SendBroker([header, *bodies, *raw], is_beat))
+        self.effects.append(SendBroker([header, *bodies, *raw], is_skippable))
 
     def send_peer(
         self,

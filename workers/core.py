@@ -1,16 +1,19 @@
 """The machine of a worker: joins its requests, its offers, its links and its scheduler. Pure.
 
-After every event the machine looks whether prompts can be offered and whether a step can start;
-at most one step runs at a time, and it runs in the shell. Messages go out in this order: to peers
-(a hand-over waits for them), the next step, then to the broker, so that tokens are delivered
-while the device works.
+After every event the machine looks whether prompts can be offered and whether a step can start.
+One step runs at a time, in the shell; when it has begun, the one behind it is made ahead if that is
+possible, and the shell starts it as soon as the first returns. Of a step that returns, only what
+the next one depends on is decided at once: which requests go on. What it gave is delivered by the
+next event, whatever that is: `StepTaken`, as a rule, while the device computes the next step; a
+cancel, a deadline or a heartbeat that comes before it finds everything delivered. Messages go out
+in this order: to peers (a hand-over waits for them), the next step, then to the broker.
 
     starting    REGISTER every beat until REGISTERED
     registered  HEARTBEAT every beat; UNKNOWN_WORKER (a new broker) -> starting
     stopping    BYE was sent
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar, assert_never
 
 import msgspec
@@ -18,7 +21,7 @@ import msgspec
 from llmrt.engine.batch import Vocabulary
 from llmrt.engine.scheduler import Scheduler
 from llmrt.wire import messages as m
-from llmrt.wire.envelope import Header, decode_body
+from llmrt.wire.envelope import Header, decode_body, frame_at
 from llmrt.wire.errors import InternalError, ProtocolError
 from llmrt.wire.ids import RequestId, WorkerName
 from llmrt.workers import events as ev
@@ -27,8 +30,10 @@ from llmrt.workers.effects import Effect, Exit, Ready, RunStep
 from llmrt.workers.links import PeerLinks
 from llmrt.workers.offered import OfferedPrefills
 from llmrt.workers.owned import OwnedRequests
+from llmrt.workers.step_clock import StepClock
 
 T = TypeVar("T", bound=msgspec.Struct)
+M = TypeVar("M", ev.FromBroker, ev.FromPeer)
 
 
 class WorkerCore:
@@ -41,6 +46,7 @@ class WorkerCore:
         self._links = PeerLinks(self._context)
         self._offered = OfferedPrefills(self._context, self._links)
         self._owned = OwnedRequests(self._context, self._links)
+        self._clock = StepClock()
         self._state = "starting"
         self._next_beat = 0.0
         self._broker_epoch = 0
@@ -55,11 +61,14 @@ class WorkerCore:
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         context = self._context
         context.now, context.effects = now, []
+        self._owned.deliver()
         self._take(event)
         if self._links.has_news and self._state == "registered":
             self._send_heartbeat()  # whoever waits for the links need not wait for the beat
         self._owned.place()
-        self._start_step()
+        self._start_step(has_time=isinstance(event, ev.StepTaken))
+        if context.scheduler.step is None:
+            self._owned.deliver()
         self._owned.flush()
         effects, context.effects = context.effects, []
         return effects
@@ -87,20 +96,20 @@ class WorkerCore:
         match event:
             case ev.Tick():
                 self._tick()
-            case ev.FromBroker(header, frames, waited_s):
-                self._context.waited_s = waited_s
-                self._message(self._from_broker, header, (header, frames))
-            case ev.FromPeer(sender, header, frames, waited_s):
-                self._context.waited_s = waited_s
-                self._message(self._from_peer, header, (sender, header, frames))
+            case ev.FromBroker():
+                self._message(self._from_broker, event)
+            case ev.FromPeer():
+                self._message(self._from_peer, event)
             case ev.Tokenized(request_id, attempt, token_ids, failure):
                 self._owned.tokenized(request_id, attempt, token_ids, failure)
+            case ev.StepTaken():
+                pass  # what it gives time for, every event does first
             case ev.StepDone():
                 self._step_done(event)
             case ev.PeerConnected(peer, bulk):
                 self._links.connected(peer, bulk)
-            case ev.ArenaAttached(owner):
-                self._links.arena_attached(owner)
+            case ev.ArenaAttached(owner, arena):
+                self._links.arena_attached(owner, arena)
             case ev.ArenaRefused(owner, reason):
                 self._links.arena_refused(owner, reason)
             case ev.ArenaLost(owner):
@@ -117,26 +126,24 @@ class WorkerCore:
                 self._owned.grants.blocks_read(read_id, failure)
             case ev.StopWanted():
                 self._state = "stopping"
+                self._owned.stopping()
+                self._owned.flush()
                 self._context.send_broker(m.BYE)
             case _:
                 assert_never(event)
 
-    def _message(
-        self,
-        handlers: "dict[str, Callable[..., None]]",
-        header: Header,
-        arguments: tuple[object, ...],
-    ) -> None:
+    def _message(self, handlers: Mapping[str, Callable[[M], None]], message: M) -> None:
         """Hand a message to its handler. A bad or unknown one is counted, and nothing else."""
-        handler = handlers.get(header.kind)
+        kind = message.header.kind
+        handler = handlers.get(kind)
         if handler is None:
             self._context.counters["unknown_messages"] += 1
             return
         try:
-            handler(*arguments)
-        except (ProtocolError, IndexError) as error:
+            handler(message)
+        except ProtocolError as error:
             self._context.counters["bad_messages"] += 1
-            self._context.log("message.refused", "warning", kind=header.kind, error=str(error))
+            self._context.log("message.refused", "warning", kind=kind, error=str(error))
 
     def _tick(self) -> None:
         self._owned.tick()
@@ -156,11 +163,18 @@ class WorkerCore:
 
     def _send_heartbeat(self) -> None:
         self._links.has_news = False
+        # A newer one follows with the next beat: none need pile up for a broker that is away.
         heartbeat = m.Heartbeat(load=self._load(), holding=self._holding())
-        self._context.send_broker(m.HEARTBEAT, heartbeat, is_beat=True)
+        self._context.send_broker(m.HEARTBEAT, heartbeat, is_skippable=True)
 
-    def _start_step(self) -> None:
-        batch = self._context.scheduler.schedule()
+    def _start_step(self, *, has_time: bool) -> None:
+        """The next step if none runs; if there is time for it, the one behind the running one."""
+        scheduler = self._context.scheduler
+        batch = scheduler.schedule()
+        if batch is None and has_time:
+            batch = scheduler.schedule_ahead()
+        if scheduler.step is None:
+            self._clock.paused()
         if batch is not None:
             sequence_ids = [row.sequence_id for row in batch.rows]
             self._owned.step_started(sequence_ids)
@@ -171,6 +185,7 @@ class WorkerCore:
         scheduler = self._context.scheduler
         if event.result is None:
             assert event.failure is not None
+            self._clock.paused()
             self._context.log("engine.step_failed", "error", error=event.failure.message)
             sequences = scheduler.abandon_step()
             others = self._offered.step_failed(sequences, event.failure.message)
@@ -178,6 +193,7 @@ class WorkerCore:
             self._owned.step_failed(others, error)
             return
         assert scheduler.step is not None
+        self._clock.returned(event.returned_at, event.result.computed_s)
         sequence_ids = [row.sequence_id for row in scheduler.step.rows]
         drawn = scheduler.complete(event.result)
         self._offered.step_done(sequence_ids)
@@ -198,21 +214,21 @@ class WorkerCore:
 
     # -- messages of the broker --------------------------------------------------------------
 
-    def _broker_handlers(self) -> "dict[str, Callable[..., None]]":
+    def _broker_handlers(self) -> "dict[str, Callable[[ev.FromBroker], None]]":
         return {
             m.REGISTERED: self._registered,
             m.REFUSED: self._refused,
             m.UNKNOWN_WORKER: self._unknown_worker,
-            m.BEAT: lambda header, frames: None,
+            m.BEAT: lambda message: None,
             m.PEERS: self._peers,
             m.DISPATCH: self._dispatched,
-            m.CANCEL: lambda header, frames: self._owned.cancelled(
-                RequestId(header.request_id), header.attempt
+            m.CANCEL: lambda message: self._owned.cancelled(
+                RequestId(message.header.request_id), message.header.attempt
             ),
         }
 
-    def _registered(self, header: Header, frames: tuple[bytes, ...]) -> None:
-        registered = decode_body(frames[0], m.Registered)
+    def _registered(self, message: ev.FromBroker) -> None:
+        registered = decode_body(frame_at(message.frames, 0), m.Registered)
         if self._state == "stopping":
             return
         if not self._broker_epoch:
@@ -221,55 +237,57 @@ class WorkerCore:
         self._broker_epoch = registered.broker_epoch
         self._context.log("worker.registered", broker_epoch=registered.broker_epoch)
 
-    def _refused(self, header: Header, frames: tuple[bytes, ...]) -> None:
-        failure = decode_body(frames[0], m.Failure)
+    def _refused(self, message: ev.FromBroker) -> None:
+        failure = decode_body(frame_at(message.frames, 0), m.Failure)
         self._context.do(Exit(failure.code, failure.message))
 
-    def _unknown_worker(self, header: Header, frames: tuple[bytes, ...]) -> None:
+    def _unknown_worker(self, message: ev.FromBroker) -> None:
         """The broker is a new one, or has given us up: say again who we are and what we hold."""
         if self._state != "stopping":
             self._state = "starting"
             self._register()
 
-    def _peers(self, header: Header, frames: tuple[bytes, ...]) -> None:
-        peers = decode_body(frames[0], m.Peers)
+    def _peers(self, message: ev.FromBroker) -> None:
+        peers = decode_body(frame_at(message.frames, 0), m.Peers)
         for name in self._links.listed(peers.peers):
             self._context.log("peer.delisted", peer=name.worker_id, peer_epoch=name.epoch)
             self._owned.grants.peer_delisted(name)
 
-    def _dispatched(self, header: Header, frames: tuple[bytes, ...]) -> None:
-        route = decode_body(frames[0], m.Route)
+    def _dispatched(self, message: ev.FromBroker) -> None:
+        header, frames = message.header, message.frames
+        route = decode_body(frame_at(frames, 0), m.Route)
         body: m.Generate | m.Tokenize
         try:
             if route.kind == m.TOKENIZE:
-                body = decode_body(frames[1], m.Tokenize)
+                body = decode_body(frame_at(frames, 1), m.Tokenize)
             else:
-                body = decode_body(frames[1], m.Generate)
+                body = decode_body(frame_at(frames, 1), m.Generate)
         except ProtocolError as error:
             # The client's fault, whose body nobody has read yet; other workers cannot either.
             self._context.counters["bad_messages"] += 1
             self._owned.refuse(header, error)
             return
-        self._owned.dispatched(header, route, body, frames[2:])
+        deadline = self._context.deadline_of(header, message.waited_s)
+        self._owned.dispatched(header, route, body, frames[2:], deadline=deadline)
 
     # -- messages of peers -------------------------------------------------------------------
 
-    def _peer_handlers(self) -> "dict[str, Callable[..., None]]":
+    def _peer_handlers(self) -> "dict[str, Callable[[ev.FromPeer], None]]":
         grants, offered = self._owned.grants, self._offered
 
         def with_body(
             kind: type[T], then: Callable[[WorkerName, Header, T], None]
-        ) -> "Callable[[WorkerName, Header, tuple[bytes, ...]], None]":
-            return lambda sender, header, frames: then(sender, header, decode_body(frames[0], kind))
+        ) -> "Callable[[ev.FromPeer], None]":
+            return lambda message: then(
+                message.sender, message.header, decode_body(frame_at(message.frames, 0), kind)
+            )
 
         return {
             m.PEER_HELLO: with_body(m.PeerHello, lambda s, h, b: self._links.greeted(s, b)),
             m.MAP_FAILED: with_body(
                 m.Failure, lambda s, h, b: self._links.map_failed(s, b.message)
             ),
-            m.OFFER: lambda sender, header, frames: offered.offered(
-                sender, header, decode_body(frames[0], m.Offer), frames[1], frames[2]
-            ),
+            m.OFFER: self._offer,
             m.WITHDRAW: with_body(m.GrantRef, lambda s, h, b: offered.withdrawn(s, h, b.grant_id)),
             m.COMMITTED: with_body(m.GrantRef, lambda s, h, b: offered.committed(s, b.grant_id)),
             m.LEASE_CONFIRM: with_body(m.LeaseRef, offered.lease_confirm),
@@ -280,13 +298,26 @@ class WorkerCore:
                 m.Stopped, lambda s, h, b: grants.stopped(s, b.grant_id, b.reason)
             ),
             m.COMMIT: with_body(m.Commit, lambda s, h, b: grants.committed(s, b)),
-            m.CHUNK: lambda sender, header, frames: grants.chunk(
-                sender, decode_body(frames[0], m.Chunk), frames[1]
+            m.CHUNK: lambda message: grants.chunk(
+                message.sender,
+                decode_body(frame_at(message.frames, 0), m.Chunk),
+                frame_at(message.frames, 1),
             ),
             m.LEASE_CONFIRMED: with_body(
                 m.LeaseState, lambda s, h, b: grants.lease_confirmed(s, b)
             ),
         }
+
+    def _offer(self, message: ev.FromPeer) -> None:
+        frames = message.frames
+        self._offered.offered(
+            message.sender,
+            message.header,
+            decode_body(frame_at(frames, 0), m.Offer),
+            frame_at(frames, 1),
+            frame_at(frames, 2),
+            deadline=self._context.deadline_of(message.header, message.waited_s),
+        )
 
     # -- what the broker is told -------------------------------------------------------------
 
@@ -306,7 +337,7 @@ class WorkerCore:
             process=settings.process,
             holding=self._holding(),
         )
-        self._context.send_broker(m.REGISTER, register, is_beat=True)
+        self._context.send_broker(m.REGISTER, register, is_skippable=True)
 
     def _holding(self) -> tuple[m.Held, ...]:
         return (*self._owned.holding(), *self._offered.holding())
@@ -325,5 +356,7 @@ class WorkerCore:
             num_prefill_tokens=scheduler.num_prefill_tokens,
             num_decode_tokens=scheduler.num_decode_tokens,
             kv_bytes_read=self._owned.grants.num_blocks_read * self._block_bytes,
+            steps_s=self._clock.steps_s,
+            python_s=self._clock.python_s,
             links=self._links.transports(),
         )

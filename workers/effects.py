@@ -10,17 +10,20 @@ from llmrt.wire.messages import Generate, Peer
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Comes back as `StepDone`."""
+    """Comes back as `StepTaken` when the device has begun, and then as `StepDone`.
+
+    While a step runs, one that `follows` it may be given; any other only when none runs.
+    """
 
     batch: Batch
 
 
 @dataclass(frozen=True, slots=True)
 class SendBroker:
-    """`is_beat`: a newer one follows soon, so it is not worth to wait for a broker that is away."""
+    """With `is_skippable` it is dropped if earlier messages still wait for the broker."""
 
     frames: list[bytes]
-    is_beat: bool = False
+    is_skippable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +61,10 @@ class ForgetPeer:
 
 @dataclass(frozen=True, slots=True)
 class AttachArena:
-    """Map `owner`'s arena; comes back as `ArenaAttached` or `ArenaRefused`."""
+    """Map `owner`'s arena for steps; comes back as `ArenaAttached` or `ArenaRefused`."""
 
     owner: WorkerName
     socket: str
-    num_blocks: int
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llmrt.engine.batch import StepResult
 from llmrt.wire.envelope import Header
@@ -47,6 +48,11 @@ class Tokenized:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTaken:
+    """The device is at work on the step: there is time for what need not come before it."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """The running step returned at `returned_at`; `result` is None if it failed."""
 
@@ -63,11 +69,20 @@ class PeerConnected:
     bulk: str
 
 
+class ArenaShape(NamedTuple):
+    """What an arena is, as far as its owner's socket tells."""
+
+    num_blocks: int
+    block_bytes: int
+    generation: int
+
+
 @dataclass(frozen=True, slots=True)
 class ArenaAttached:
-    """Steps may name blocks of `owner`'s arena from now on."""
+    """The arena that is served as `owner`'s is mapped, and the device knows it."""
 
     owner: WorkerName
+    arena: ArenaShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +139,7 @@ Event = (
     | FromBroker
     | FromPeer
     | Tokenized
+    | StepTaken
     | StepDone
     | PeerConnected
     | ArenaAttached

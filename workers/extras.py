@@ -11,3 +11,11 @@ def encode_extras(logprobs: Logprobs | None) -> bytes:
         return b""
     packed: bytes = msgpack.packb([[logprobs.drawn, [list(pair) for pair in logprobs.top]]])
     return packed
+
+
+def join_extras(first: bytes, then: bytes) -> bytes:
+    """The extras of two rows of ours in one."""
+    if not first:
+        return then
+    packed: bytes = msgpack.packb(msgpack.unpackb(first) + msgpack.unpackb(then))
+    return packed

@@ -20,6 +20,7 @@ from llmrt.wire.ids import WorkerId, WorkerName
 from llmrt.wire.kv import contract_mismatch
 from llmrt.workers.context import WorkerContext
 from llmrt.workers.effects import AttachArena, ConnectPeer, DetachArena, ForgetPeer
+from llmrt.workers.events import ArenaShape
 
 GRANT, LEASE = "grant", "lease"
 AVOID_S = 10.0
@@ -109,18 +110,22 @@ class PeerLinks:
                 error=f"KV contract differs: {link.refusal}",
             )
         elif context.settings.does_prefill_for_others and self._wants_mapping(hello):
-            context.do(
-                AttachArena(sender, hello.arena_socket, hello.num_blocks, hello.arena_generation)
-            )
+            context.do(AttachArena(sender, hello.arena_socket))
 
-    def arena_attached(self, owner: WorkerName) -> None:
+    def arena_attached(self, owner: WorkerName, arena: ArenaShape) -> None:
         link = self._links.get(owner)
-        if link is None:
+        if link is None or link.hello is None:
             self._context.do(DetachArena(owner))  # it died while its arena was being mapped
-        else:
-            self.has_news = True
-            link.has_arena = True
-            self._context.log("peer.linked", peer=owner.worker_id, transport="shm")
+            return
+        block_bytes = self._context.settings.contract.block_bytes
+        announced = ArenaShape(link.hello.num_blocks, block_bytes, link.hello.arena_generation)
+        if arena != announced:
+            self._context.do(DetachArena(owner))
+            self.arena_refused(owner, f"the arena served there is another one: {arena}")
+            return
+        self.has_news = True
+        link.has_arena = True
+        self._context.log("peer.linked", peer=owner.worker_id, transport="shm")
 
     def arena_refused(self, owner: WorkerName, reason: str) -> None:
         self._context.log("peer.map_failed", "warning", peer=owner.worker_id, error=reason)
@@ -135,6 +140,7 @@ class PeerLinks:
 
     def map_failed(self, sender: WorkerName, reason: str) -> None:
         if link := self._links.get(sender):
+            link.maps_ours = False
             link.cannot_map_ours = reason
             self.has_news = True
             self._context.log(

@@ -6,13 +6,22 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import structlog
 
 from llmrt.engine.batch import LOCAL_ARENA, Device
+from llmrt.engine.cpu_device import CpuDevice, choose_family
+from llmrt.engine.cpu_program import CpuProgram, check_kv_dtype
+from llmrt.engine.cpu_weights import check_model, weight_requests
+from llmrt.kernels.cpu.library import LibraryMissing, best_family
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.host_memory import available_bytes
 from llmrt.kvtransfer.layout import blocks_for
 from llmrt.models.chat_template import ChatTemplate
 from llmrt.models.loading import OpenedModel, open_model
+from llmrt.models.packed_file import load_packed
 from llmrt.models.spec import ModelSpec
 from llmrt.models.tokenizer import Tokenizer
 from llmrt.wire.envelope import MAJOR
@@ -20,6 +29,12 @@ from llmrt.wire.errors import ConfigError
 from llmrt.wire.kv import BLOCK_TOKENS, KvContract
 from llmrt.workers.settings import WorkerSettings
 
+if TYPE_CHECKING:
+    from llmrt.engine.torch_device import TorchDevice
+
+log = structlog.get_logger(__name__)
+
+DEVICES = ("auto", "cpu", "torch")
 # The order of bytes inside a block; see the arena's layout in docs/architecture.md.
 KV_LAYOUT = "block-major/k-dim-token/v-token-dim"
 # Contexts that the arena holds by default, and the share of memory that it takes at most.
@@ -45,6 +60,15 @@ class LoadedModel:
     seconds: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A device that has run a step, and the hash of the weights that it took."""
+
+    device: "CpuDevice | TorchDevice"
+    weights_hash: str
+    notes: tuple[str, ...] = ()
+
+
 def load_model(
     settings: WorkerSettings, *, generation: int, progress: Progress | None = None
 ) -> LoadedModel:
@@ -57,16 +81,15 @@ def load_model(
     with ThreadPoolExecutor(2, thread_name_prefix="load") as pool:
         tokenizer_made = pool.submit(_tokenizer, opened)
         arena_made = pool.submit(_make_arena, settings, spec, max_context, generation)
-        hashed = pool.submit(opened.weights_hash)
-        device, block_bytes = _make_device(settings, opened, max_context, progress)
-        arena, model_hash = arena_made.result(), hashed.result()
-        tokenizer = tokenizer_made.result()
+        ready = _make_device(settings, opened, max_context, progress)
+        arena, tokenizer = arena_made.result(), tokenizer_made.result()
+    device, block_bytes = ready.device, ready.device.kv_block_bytes
     template = _template(tokenizer)
     if arena.block_bytes != block_bytes:
         raise AssertionError(f"device has blocks of {block_bytes} bytes, arena {arena.block_bytes}")
     device.add_arena(LOCAL_ARENA, arena.buffer)
     opened.close()
-    contract = _contract(settings, spec, tokenizer, model_hash, device.numerics_id)
+    contract = _contract(settings, spec, tokenizer, ready.weights_hash, device.numerics_id)
     seconds = {"open": opened_s, "total": time.perf_counter() - started}
     return LoadedModel(
         name=opened.name,
@@ -79,6 +102,7 @@ def load_model(
         max_context=max_context,
         notes=(
             *opened.notes,
+            *ready.notes,
             *(f"unused tensor {name}" for name in opened.ignored),
             *_remote_code_note(settings, spec),
         ),
@@ -116,27 +140,83 @@ def _template(tokenizer: Tokenizer) -> ChatTemplate | None:
 
 def _make_device(
     settings: WorkerSettings, opened: OpenedModel, max_context: int, progress: Progress | None
-) -> tuple[Device, int]:
+) -> _Ready:
+    if settings.device not in DEVICES:
+        raise ConfigError(f"device is {settings.device!r}: one of {', '.join(DEVICES)} is needed")
     if settings.device != "torch":
-        raise ConfigError(f"device is {settings.device!r}: torch is the only one yet")
+        obstacle = _obstacle(opened.spec)
+        if obstacle is None:
+            return _cpu_device(settings, opened, max_context, progress)
+        if settings.device == "cpu":
+            raise ConfigError(obstacle)
+        if find_spec("torch") is None:
+            raise ConfigError(f"{obstacle}; or use torch: pip install 'llmrt[torch]'")
+        log.warning(
+            "device.replaced",
+            device="torch",
+            reason=obstacle,
+            lost="speed, and that company in a batch changes no bit of a logit",
+        )
+    return _torch_device(settings, opened, max_context, progress)
+
+
+def _obstacle(spec: ModelSpec) -> str | None:
+    """Why the compiled step cannot run the model here, and the remedy; None if it can."""
+    try:
+        best_family()
+        check_model(spec)
+    except (LibraryMissing, ConfigError) as error:
+        return str(error)
+    return None
+
+
+def _cpu_device(
+    settings: WorkerSettings, opened: OpenedModel, max_context: int, progress: Progress | None
+) -> _Ready:
+    family = choose_family(settings.cpu_family)
+    check_kv_dtype(settings.kv_cache_dtype)
+    requests = weight_requests(opened.spec, opened.tensors, settings.dtype)
+    packed = load_packed(opened, requests, progress)
+    program = CpuProgram(
+        opened.spec, packed, kv_dtype=settings.kv_cache_dtype, max_context=max_context
+    )
+    device = CpuDevice(program, family=family.name, threads=settings.threads)
+    device.warm_up()
+    return _Ready(device, packed.weights_hash, packed.notes)
+
+
+def _torch_device(
+    settings: WorkerSettings, opened: OpenedModel, max_context: int, progress: Progress | None
+) -> _Ready:
+    if settings.cpu_family is not None:
+        raise ConfigError(
+            f"cpu_family is {settings.cpu_family!r}: only the cpu device has families"
+        )
+    if settings.kv_cache_dtype in ("int8", "fp8"):
+        raise ConfigError(
+            f"kv_cache_dtype is {settings.kv_cache_dtype!r}: the torch device has bf16 and f32, "
+            "int8 and fp8 need --device cpu"
+        )
     # Before torch starts its threads: spinning ones would take the cores of other workers.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         from llmrt.engine.torch_device import TorchDevice
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the torch device needs the package {error.name}: pip install 'llmrt[all]'"
+            f"the torch device needs the package {error.name}: pip install 'llmrt[torch]'"
         ) from None
-    device = TorchDevice(
-        opened,
-        dtype=settings.dtype,
-        kv_dtype=settings.kv_cache_dtype,
-        max_context=max_context,
-        threads=settings.threads,
-        progress=progress,
-    )
-    device.warm_up()
-    return device, device.kv_block_bytes
+    with ThreadPoolExecutor(1, thread_name_prefix="hash") as pool:
+        hashed = pool.submit(opened.weights_hash)
+        device = TorchDevice(
+            opened,
+            dtype=settings.dtype,
+            kv_dtype=settings.kv_cache_dtype,
+            max_context=max_context,
+            threads=settings.threads,
+            progress=progress,
+        )
+        device.warm_up()
+        return _Ready(device, hashed.result())
 
 
 def _make_arena(

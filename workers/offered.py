@@ -25,15 +25,13 @@ from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.workers.context import WorkerContext
 from llmrt.workers.extras import encode_extras
 from llmrt.workers.links import GRANT, PeerLinks
+from llmrt.workers.tombstones import Tombstones
 
 Key = tuple[WorkerName, int]
 
-# Withdrawals that came before their offer; a link keeps order, so they are few.
-MAX_TOMBSTONES = 4096
-
 
 def arena_of(owner: WorkerName) -> ArenaId:
-    return ArenaId(f"{owner.worker_id}@{owner.epoch}")
+    return ArenaId(owner.full_name)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +66,7 @@ class OfferedPrefills:
         self._links = links
         self._offers: dict[Key, OfferedPrefill] = {}
         self._by_sequence: dict[SequenceId, OfferedPrefill] = {}
-        self._tombstones: dict[Key, None] = {}
+        self._ended: Tombstones[Key] = Tombstones()
 
     # -- messages of the owner ---------------------------------------------------------------
 
@@ -79,13 +77,15 @@ class OfferedPrefills:
         offer: m.Offer,
         raw_tokens: bytes,
         raw_blocks: bytes,
+        *,
+        deadline: float | None,
     ) -> None:
         key = (sender, offer.grant_id)
         if key in self._offers:
             self._say_held(self._offers[key])  # sent again because no answer came yet
             return
         refusal = self._refusal(sender, offer)
-        if key in self._tombstones:
+        if self._ended.covers(key):
             refusal = "withdrawn before it came"
         if refusal is not None:
             self._stopped(sender, offer.grant_id, header, refusal)
@@ -95,12 +95,12 @@ class OfferedPrefills:
         if refusal is not None:
             self._stopped(sender, offer.grant_id, header, refusal)
             return
-        self._take(sender, header, offer, tokens, blocks)
+        self._take(sender, header, offer, tokens, blocks, deadline=deadline)
 
     def withdrawn(self, sender: WorkerName, header: Header, grant_id: int) -> None:
         offered = self._offers.get((sender, grant_id))
         if offered is None:
-            self._bury((sender, grant_id))
+            self._ended.bury((sender, grant_id))
             self._stopped(sender, grant_id, header, "not held")
             return
         self._withdraw(offered)
@@ -138,8 +138,9 @@ class OfferedPrefills:
 
     def owner_lost(self, owner: WorkerName) -> None:
         """The owner is dead: nothing of it is wanted any more."""
+        self._context.ledger.reader_died(owner)
         for offered in [o for o in self._offers.values() if o.owner == owner]:
-            self._end_lease(offered) if offered.lease_id is not None else self._drop(offered)
+            self._drop(offered)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -225,6 +226,8 @@ class OfferedPrefills:
 
     def check(self) -> None:
         assert len(self._by_sequence) == len(self._offers)
+        leases = [o.lease_id for o in self._offers.values() if o.lease_id is not None]
+        assert len(leases) == self._context.ledger.counts().num_leases
         for offered in self._offers.values():
             assert offered.commit is not None or not offered.sequence.is_removed
 
@@ -258,6 +261,8 @@ class OfferedPrefills:
         offer: m.Offer,
         tokens: "array[int]",
         blocks: "array[int]",
+        *,
+        deadline: float | None,
     ) -> None:
         context = self._context
         is_grant = offer.mode == GRANT
@@ -284,7 +289,7 @@ class OfferedPrefills:
             attempt=header.attempt,
             mode=offer.mode,
             sequence=sequence,
-            deadline=context.deadline_of(header),
+            deadline=deadline,
             received_at=context.now,
         )
         self._offers[offered.key] = offered
@@ -360,16 +365,11 @@ class OfferedPrefills:
         self._drop(offered)
 
     def _drop(self, offered: OfferedPrefill) -> None:
-        self._bury(offered.key)
+        self._ended.bury(offered.key)
         del self._offers[offered.key]
         del self._by_sequence[offered.sequence.sequence_id]
         if not offered.sequence.is_removed:
             self._context.scheduler.remove(offered.sequence)
-
-    def _bury(self, key: Key) -> None:
-        self._tombstones[key] = None
-        if len(self._tombstones) > MAX_TOMBSTONES:
-            del self._tombstones[next(iter(self._tombstones))]
 
     def _stopped(self, owner: WorkerName, grant_id: int, header: Header, reason: str) -> None:
         self._context.send_peer(

@@ -19,7 +19,7 @@ from llmrt.engine.detokenizer import Detokenizer
 from llmrt.engine.sequence import Sequence
 from llmrt.wire import messages as m
 from llmrt.wire.arrays import unpack_u32
-from llmrt.wire.envelope import Header, encode_body, encode_header
+from llmrt.wire.envelope import Header, frame_at
 from llmrt.wire.errors import (
     DeadlineExceeded,
     InternalError,
@@ -30,34 +30,32 @@ from llmrt.wire.errors import (
 from llmrt.wire.ids import Attempt, RequestId, WorkerId, WorkerName
 from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.wire.sampling import SamplingParams, check_sampling
-from llmrt.wire.steps import StepRow, encode_step, make_row
 from llmrt.workers.admission import check_token_ids, max_length
+from llmrt.workers.answers import Answers, End, Token
 from llmrt.workers.context import WorkerContext
-from llmrt.workers.effects import Log, SendBroker, Tokenize
+from llmrt.workers.effects import Tokenize
 from llmrt.workers.extras import encode_extras
-from llmrt.workers.grants import Arrival, OutgoingGrants
+from llmrt.workers.grants import OutgoingGrants
+from llmrt.workers.handover import Arrival
 from llmrt.workers.links import PeerLinks
 from llmrt.workers.placement import PlacementCosts, choose_prefill
 from llmrt.workers.request import OwnedRequest
-
-MAX_TOMBSTONES = 4096
+from llmrt.workers.tombstones import Tombstones
 
 
 class OwnedRequests:
-    """Table of requests by id, and the rows and endings of the current event."""
+    """Table of requests by id."""
 
     def __init__(self, context: WorkerContext, links: PeerLinks) -> None:
         self._context = context
         self._links = links
-        self.grants = OutgoingGrants(
-            context, links, arrived=self._prompt_arrived, failed=self._prompt_failed
-        )
+        self.grants = OutgoingGrants(context, links, self)
         self._requests: dict[RequestId, OwnedRequest] = {}
         self._by_sequence: dict[SequenceId, OwnedRequest] = {}
         self._deadlines: list[tuple[float, RequestId, Attempt]] = []
-        self._tombstones: dict[RequestId, Attempt] = {}
-        self._rows: list[StepRow] = []
-        self._endings: list[SendBroker] = []
+        self._ended: Tombstones[RequestId] = Tombstones()
+        self._answers = Answers(context)
+        self._undelivered: list[tuple[OwnedRequest, Token, Drawn, float]] = []
 
     # -- messages of the broker --------------------------------------------------------------
 
@@ -67,10 +65,12 @@ class OwnedRequests:
         route: m.Route,
         body: m.Generate | m.Tokenize,
         raw: tuple[bytes, ...],
+        *,
+        deadline: float | None,
     ) -> None:
         """A request to own, or a later attempt at one that is owned already."""
         request_id, attempt = RequestId(header.request_id), header.attempt
-        if attempt <= self._tombstones.get(request_id, Attempt(0, 0)):
+        if self._ended.covers(request_id, attempt):
             self._context.counters["late_dispatches"] += 1
             return
         known = self._requests.get(request_id)
@@ -78,7 +78,7 @@ class OwnedRequests:
             if attempt <= known.attempt:
                 return
             self._drop(known)
-        request = self._make(header, route, body, raw)
+        request = self._make(header, route, body, raw, deadline=deadline)
         self._requests[request_id] = request
         self._remember_deadline(request)
         try:
@@ -89,9 +89,8 @@ class OwnedRequests:
     def refuse(self, header: Header, error: LlmrtError) -> None:
         """End an attempt that holds no request: its client is told why."""
         failure = m.Failure(code=error.error_code, message=error.message)
-        end = encode_header(m.FAILED, header.request_id, attempt=header.attempt)
-        self._endings.append(SendBroker([end, encode_body(failure)]))
-        self._bury(RequestId(header.request_id), header.attempt)
+        self._answers.refuse(header.request_id, header.attempt, failure)
+        self._ended.bury(RequestId(header.request_id), header.attempt)
 
     def tokenized(
         self,
@@ -121,7 +120,7 @@ class OwnedRequests:
     def cancelled(self, request_id: RequestId, attempt: Attempt) -> None:
         request = self._requests.get(request_id)
         if request is None or request.attempt > attempt:
-            self._bury(request_id, attempt)
+            self._ended.bury(request_id, attempt)
             return
         self._fail(request, RequestCancelled("the request was cancelled"))
 
@@ -153,31 +152,90 @@ class OwnedRequests:
                 request.prefill_worker = self._context.settings.name.worker_id
 
     def drawn(self, sequence: Sequence, drawn: Drawn, returned_at: float) -> None:
+        """A step gave a token: one that is the last is not computed further."""
         request = self._by_sequence[sequence.sequence_id]
-        if request.first_token_at is None:
-            request.first_token_at = returned_at
-            assert request.started_at is not None
-            request.prefill_stages_ms = {"prefill": (returned_at - request.started_at) * 1000}
-        self._emit(request, drawn.token_id, encode_extras(drawn.logprobs))
+        token = self._answers.judge(request, drawn.token_id)
+        self._undelivered.append((request, token, drawn, returned_at))
+        if token.end is not None:
+            self._context.scheduler.remove(sequence)
+
+    def deliver(self) -> None:
+        """Tell what the last step gave."""
+        if not self._undelivered:
+            return
+        undelivered, self._undelivered = self._undelivered, []
+        for request, token, drawn, returned_at in undelivered:
+            if request.first_token_at is None:
+                request.first_token_at = returned_at
+                assert request.started_at is not None
+                request.prefill_stages_ms = {"prefill": (returned_at - request.started_at) * 1000}
+            self._emit(request, token, encode_extras(drawn.logprobs))
 
     def step_failed(self, sequences: Iterable[Sequence], error: LlmrtError) -> None:
         for sequence in sequences:
             self._fail(self._by_sequence[sequence.sequence_id], error)
 
     def flush(self) -> None:
-        """Send the rows of this event as one message, then the endings."""
-        if self._rows:
-            self._context.do(SendBroker(encode_step(self._rows)))
-            self._rows = []
-        self._context.effects.extend(self._endings)
-        self._endings = []
+        """Send what this event gave."""
+        self._answers.flush()
+
+    # -- prompts that were offered to other workers -----------------------------------------
+
+    def prompt_arrived(self, arrival: Arrival) -> None:
+        request = self._by_sequence[arrival.sequence.sequence_id]
+        # Its token leaves at once, as a first one: the extras are P's, and joined with nothing.
+        self._answers.release(request)
+        request.sent_at = None
+        commit, now = arrival.commit, self._context.now
+        if request.first_token_at is None:
+            request.first_token_at = now
+            # What P says of itself is bounded by what was measured here: the stages must sum.
+            remote_ms = (now - arrival.offered_at) * 1000
+            queue_ms = min(max(commit.queue_ms, 0.0), remote_ms)
+            prefill_ms = min(max(commit.prefill_ms, 0.0), remote_ms - queue_ms)
+            request.prefill_stages_ms = {
+                "prefill_queue": queue_ms,
+                "prefill": prefill_ms,
+                "handover": remote_ms - queue_ms - prefill_ms,
+            }
+            arrival.sequence.num_cached = max(arrival.sequence.num_cached, commit.num_cached)
+        request.stage = "decode"
+        self._context.scheduler.join(
+            arrival.sequence, arrival.blocks, commit.token_id, num_sealed=arrival.num_sealed
+        )
+        self._emit(request, self._answers.judge(request, commit.token_id), commit.extras)
+
+    def prompt_failed(self, sequence: Sequence, reason: str) -> None:
+        """The prompt was not computed there: it waits again, and that worker is not asked again."""
+        request = self._by_sequence[sequence.sequence_id]
+        if request.named_prefill is not None:
+            request.excluded.add(request.named_prefill)
+        self._context.counters["prefills_moved"] += 1
+        self._context.log(
+            "request.prefill_moved",
+            "warning",
+            request_id=request.request_id.hex(),
+            peer=request.prefill_worker,
+            error=reason,
+        )
+        request.stage = "waiting"
+        self._context.scheduler.unpark(sequence)
 
     # -- time --------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
-        return self._deadlines[0][0] if self._deadlines else None
+        held_until = self._answers.next_deadline()
+        if not self._deadlines:
+            return held_until
+        deadline = self._deadlines[0][0]
+        return deadline if held_until is None else min(deadline, held_until)
+
+    def stopping(self) -> None:
+        """The worker leaves: whoever goes on need not compute again what is held here."""
+        self._answers.release_all()
 
     def tick(self) -> None:
+        self._answers.release_due()
         while self._deadlines and self._deadlines[0][0] <= self._context.now:
             _, request_id, attempt = heappop(self._deadlines)
             request = self._requests.get(request_id)
@@ -202,10 +260,16 @@ class OwnedRequests:
     def check(self) -> None:
         for request in self._requests.values():
             assert (request.sequence is None) == (request.stage == "tokenizing")
+            assert request.held_row is None or self._context.settings.stream_interval_s
+        self._answers.check()
         scheduler = self._context.scheduler
-        for sequence_id in self._by_sequence:
+        # Ended, and not yet told.
+        ended = {r.sequence for r, token, *_ in self._undelivered if token.end is not None}
+        for sequence_id, request in self._by_sequence.items():
             places = (scheduler.waiting, scheduler.running, scheduler.parked)
-            assert sum(sequence_id in place for place in places) == 1
+            num_places = sum(sequence_id in place for place in places)
+            assert num_places == (request.sequence not in ended)
+        assert all(self._requests[r.request_id] is r for r, *_ in self._undelivered)
         self.grants.check()
 
     def _remember_deadline(self, request: OwnedRequest) -> None:
@@ -225,6 +289,8 @@ class OwnedRequests:
         route: m.Route,
         body: m.Generate | m.Tokenize,
         raw: tuple[bytes, ...],
+        *,
+        deadline: float | None,
     ) -> OwnedRequest:
         now = self._context.now
         add_special = True
@@ -235,7 +301,7 @@ class OwnedRequests:
                 sampling=SamplingParams(),
                 messages=body.messages,
             )
-        forced = unpack_u32(raw[-1]) if route.num_forced else array("I")
+        forced = unpack_u32(frame_at(raw[-1:], 0)) if route.num_forced else array("I")
         named = None
         if route.prefill_worker is not None:
             named = WorkerName(WorkerId(route.prefill_worker), route.prefill_epoch)
@@ -244,7 +310,7 @@ class OwnedRequests:
             attempt=header.attempt,
             kind=route.kind,
             generate=body,
-            deadline=self._context.deadline_of(header),
+            deadline=deadline,
             received_at=now,
             named_prefill=named,
             forced=forced,
@@ -304,13 +370,11 @@ class OwnedRequests:
         request.stage = "waiting"
         self._by_sequence[sequence.sequence_id] = request
         # What was passed on may hold the last token already, and only the end was lost.
-        end = self._end(request, request.forced[-1]) if request.forced else None
+        end = self._answers.end_after(request, request.forced[-1]) if request.forced else None
         if end is not None:
-            self._finish(request, *end)
+            self._finish(request, end)
         else:
             context.scheduler.add(sequence)
-
-    # -- prompts that are computed elsewhere -------------------------------------------------
 
     def _choose(self, request: OwnedRequest, sequence: Sequence) -> WorkerName | None:
         named = request.named_prefill
@@ -321,43 +385,6 @@ class OwnedRequests:
         costs = PlacementCosts(len(sequence.token_ids) - num_cached, remote, mode)
         return choose_prefill(self._context.settings.placement, costs)
 
-    def _prompt_arrived(self, arrival: Arrival) -> None:
-        request = self._by_sequence[arrival.sequence.sequence_id]
-        commit, now = arrival.commit, self._context.now
-        if request.first_token_at is None:
-            request.first_token_at = now
-            # What P says of itself is bounded by what was measured here: the stages must sum.
-            remote_ms = (now - arrival.offered_at) * 1000
-            queue_ms = min(max(commit.queue_ms, 0.0), remote_ms)
-            prefill_ms = min(max(commit.prefill_ms, 0.0), remote_ms - queue_ms)
-            request.prefill_stages_ms = {
-                "prefill_queue": queue_ms,
-                "prefill": prefill_ms,
-                "handover": remote_ms - queue_ms - prefill_ms,
-            }
-            arrival.sequence.num_cached = max(arrival.sequence.num_cached, commit.num_cached)
-        request.stage = "decode"
-        self._context.scheduler.join(
-            arrival.sequence, arrival.blocks, commit.token_id, num_sealed=arrival.num_sealed
-        )
-        self._emit(request, commit.token_id, commit.extras)
-
-    def _prompt_failed(self, sequence: Sequence, reason: str) -> None:
-        """The prompt was not computed there: it waits again, and that worker is not asked again."""
-        request = self._by_sequence[sequence.sequence_id]
-        if request.named_prefill is not None:
-            request.excluded.add(request.named_prefill)
-        self._context.counters["prefills_moved"] += 1
-        self._context.log(
-            "request.prefill_moved",
-            "warning",
-            request_id=request.request_id.hex(),
-            peer=request.prefill_worker,
-            error=reason,
-        )
-        request.stage = "waiting"
-        self._context.scheduler.unpark(sequence)
-
     # -- tokens and ends ---------------------------------------------------------------------
 
     def _start(self, request: OwnedRequest) -> None:
@@ -365,102 +392,30 @@ class OwnedRequests:
         if request.started_at is None:
             request.started_at = self._context.now
 
-    def _emit(self, request: OwnedRequest, token_id: int, extras: bytes) -> None:
-        sequence, detokenizer = request.sequence, request.detokenizer
-        assert sequence is not None
-        assert detokenizer is not None
+    def _emit(self, request: OwnedRequest, token: Token, extras: bytes) -> None:
         request.stage = "decode"
-        is_over = self._is_end_token(request, token_id)
-        text = "" if is_over else detokenizer.feed(token_id)
-        end = self._end(request, token_id)
-        if end is not None and detokenizer.matched_stop is None:
-            text += detokenizer.flush()
-        row = make_row(request.request_id, request.attempt, request.num_emitted, [token_id], text)
-        self._rows.append(row._replace(extras=extras))
-        request.num_emitted += 1
-        if end is not None:
-            self._finish(request, *end)
+        self._answers.token(request, token, extras)
+        if token.end is not None:
+            self._finish(request, token.end)
 
-    def _is_end_token(self, request: OwnedRequest, token_id: int) -> bool:
-        """True for a token that ends the text and is no part of it."""
-        params = request.generate.sampling
-        is_eos = token_id in self._context.vocabulary.eos_token_ids and not params.ignore_eos
-        return is_eos or token_id in params.stop_token_ids
-
-    def _end(self, request: OwnedRequest, token_id: int) -> tuple[str, str | int | None] | None:
-        """Finish reason, and what stopped it, if `token_id` was the last token; else None."""
-        sequence, detokenizer = request.sequence, request.detokenizer
-        assert sequence is not None
-        assert detokenizer is not None
-        if self._is_end_token(request, token_id):
-            is_stop = token_id in request.generate.sampling.stop_token_ids
-            return ("stop", token_id if is_stop else None)
-        if detokenizer.matched_stop is not None:
-            return ("stop", detokenizer.matched_stop)
-        return ("length", None) if len(sequence.token_ids) >= sequence.max_length else None
-
-    def _finish(self, request: OwnedRequest, reason: str, stop: str | int | None) -> None:
-        sequence = request.sequence
-        assert sequence is not None
-        finished = m.Finished(
-            finish_reason=reason,
-            usage=m.Usage(
-                prompt_tokens=sequence.num_prompt,
-                completion_tokens=request.num_emitted,
-                cached_tokens=min(sequence.num_cached, sequence.num_prompt),
-            ),
-            timings_ms=request.timings_ms(self._context.now),
-            decode_worker=self._context.settings.name.worker_id,
-            prefill_worker=request.prefill_worker,
-            num_preemptions=sequence.num_preemptions,
-            stop=stop,
-        )
-        stages_ms = {f"{s}_ms": round(ms, 3) for s, ms in finished.timings_ms.items()}
-        self._log_end(request, "finished", finish_reason=reason, **stages_ms)
-        self._send_end(request, m.FINISHED, finished)
+    def _finish(self, request: OwnedRequest, end: End) -> None:
+        self._answers.finish(request, end)
         self._drop(request)
 
     def _fail(self, request: OwnedRequest, error: LlmrtError) -> None:
         self._end_failed(request, m.Failure(code=error.error_code, message=error.message))
 
     def _end_failed(self, request: OwnedRequest, failure: m.Failure) -> None:
-        total_ms = round((self._context.now - request.received_at) * 1000, 3)
-        self._log_end(request, failure.code, stage=request.stage, total_ms=total_ms)
-        self._send_end(request, m.FAILED, failure)
+        self._answers.fail(request, failure)
         self._drop(request)
 
-    def _log_end(self, request: OwnedRequest, outcome: str, **fields: object) -> None:
-        """This worker's part; the broker writes the one line of the request at `info`."""
-        sequence = request.sequence
-        fields |= {
-            "request_id": request.request_id.hex(),
-            "attempt": request.attempt.n,
-            "outcome": outcome,
-            "prompt_tokens": sequence.num_prompt if sequence else 0,
-            "cached_tokens": min(sequence.num_cached, sequence.num_prompt) if sequence else 0,
-            "output_tokens": request.num_emitted,
-            "prefill_worker": request.prefill_worker,
-            "num_preemptions": sequence.num_preemptions if sequence else 0,
-        }
-        self._context.do(Log("request.served", "debug", fields))
-
-    def _send_end(self, request: OwnedRequest, kind: str, body: m.Finished | m.Failure) -> None:
-        header = encode_header(
-            kind, request.request_id, attempt=request.attempt, seq=request.num_emitted
-        )
-        self._endings.append(SendBroker([header, encode_body(body)]))
-
     def _drop(self, request: OwnedRequest) -> None:
-        self._bury(request.request_id, request.attempt)
+        self._answers.forget(request)
+        self._ended.bury(request.request_id, request.attempt)
         del self._requests[request.request_id]
         sequence = request.sequence
         if sequence is not None:
             del self._by_sequence[sequence.sequence_id]
             self.grants.withdraw(sequence)
-            self._context.scheduler.remove(sequence)
-
-    def _bury(self, request_id: RequestId, attempt: Attempt) -> None:
-        known = self._tombstones.pop(request_id, attempt)
-        self._tombstones[request_id] = max(known, attempt)
-        if len(self._tombstones) > MAX_TOMBSTONES:
-            del self._tombstones[next(iter(self._tombstones))]
+            if not sequence.is_removed:
+                self._context.scheduler.remove(sequence)

@@ -7,11 +7,15 @@ from llmrt.engine.detokenizer import Detokenizer
 from llmrt.engine.sequence import Sequence
 from llmrt.wire import messages as m
 from llmrt.wire.ids import Attempt, RequestId, WorkerName
+from llmrt.wire.steps import StepRow
 
 
 @dataclass(slots=True, eq=False)
 class OwnedRequest:
-    """One request. Stamps are this worker's seconds, None until they are reached."""
+    """One request. Stamps are this worker's seconds, None until they are reached.
+
+    `held_row` has what was emitted since `sent_at`, when the last row was sent.
+    """
 
     request_id: RequestId
     attempt: Attempt
@@ -31,6 +35,8 @@ class OwnedRequest:
     prefill_stages_ms: dict[str, float] = field(default_factory=dict)
     prefill_worker: str = ""
     excluded: set[WorkerName] = field(default_factory=set)
+    sent_at: float | None = None
+    held_row: StepRow | None = None
     add_special: bool = True
     admitted_unix_s: float = 0.0
 

@@ -25,7 +25,7 @@ from llmrt.workers.core import WorkerCore
 from llmrt.workers.loading import LoadedModel, Progress, load_model
 from llmrt.workers.prompts import PromptEncoder
 from llmrt.workers.settings import WorkerSettings
-from llmrt.workers.shell import WorkerShell, routing_id_of
+from llmrt.workers.shell import WorkerShell
 
 log = structlog.get_logger(__name__)
 
@@ -67,7 +67,7 @@ async def serve(settings: WorkerSettings, *, on_ready: Callable[[], None] = lamb
     link_file = runtime_dir / f"{name.worker_id}.{os.getpid()}.link"
     arena_file = link_file.with_suffix(".arena")
     context = sockets.context()
-    broker = sockets.dealer(context, routing_id_of(name))
+    broker = sockets.dealer(context, name.routing_id)
     link = sockets.router(context)
     try:
         # Before weights are read: a wrong address must not cost a minute.
@@ -147,6 +147,7 @@ async def _serve_model(
         max_waiting=settings.max_waiting,
         transfer=settings.transfer,
         placement=settings.placement,
+        stream_interval_s=settings.stream_interval_ms / 1000,
     )
     core = WorkerCore(core_settings, scheduler, model.tokenizer)
     shell = WorkerShell(
@@ -191,17 +192,34 @@ def _load(settings: WorkerSettings, name: WorkerName) -> LoadedModel:
 
 @contextlib.contextmanager
 def _progress_bar(settings: WorkerSettings) -> Iterator[Progress | None]:
-    """A bar on a terminal; nothing elsewhere, where the log has the line at the end."""
+    """A bar on a terminal; nothing elsewhere, where the log has the line at the end.
+
+    It is made with the first progress: weights that are packed already make none.
+    """
     if not sys.stderr.isatty():
         yield None
         return
+    with contextlib.ExitStack() as stack:
+        update: Progress | None = None
+
+        def show(done: int, total: int) -> None:
+            nonlocal update
+            if update is None:
+                update = stack.enter_context(_shown_bar(settings.model.name))
+            update(done, total)
+
+        yield show
+
+
+@contextlib.contextmanager
+def _shown_bar(name: str) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn())
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(settings.model.name, total=None)
+        task = bar.add_task(name, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
@@ -214,6 +232,10 @@ def _check(settings: WorkerSettings) -> None:
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: at least 1 is needed")
+    if settings.stream_interval_ms < 0:
+        raise ConfigError(
+            f"stream_interval_ms is {settings.stream_interval_ms}: 0 or more is needed"
+        )
     if settings.worker_id is not None and not WORKER_ID.fullmatch(settings.worker_id):
         raise ConfigError(
             f"worker_id is {settings.worker_id[:80]!r}: 1 to 64 letters, digits, '.', '_' or '-' "

@@ -9,10 +9,12 @@ class WorkerSettings:
     """`role`: both, prefill or decode. Times in seconds.
 
     `link` is where other workers reach this one; None takes a socket in `runtime_dir`.
+    `device` is cpu (the compiled step), torch, or auto for the first that can run the model.
     `kv_tokens` sizes the arena; None takes 4 times the context, at most a quarter of memory.
     `step_tokens` is the token budget of a step and so the prefill chunk. `transfer` is auto, shm
     (in place, same host) or tcp. `placement` is auto, or local to prefill never elsewhere, or
-    remote to prefill elsewhere whenever a prefill worker is alive.
+    remote to prefill elsewhere whenever a prefill worker is alive. Tokens of a request that come
+    within `stream_interval_ms` leave together, except the first; 0 sends each at once.
     """
 
     model: Path
@@ -21,9 +23,10 @@ class WorkerSettings:
     worker_id: str | None = None
     link: str | None = None
     runtime_dir: Path | None = None
-    device: str = "torch"
+    device: str = "auto"
     dtype: str = "auto"
     kv_cache_dtype: str = "bf16"
+    cpu_family: str | None = None
     kv_tokens: int | None = None
     max_context: int | None = None
     max_running: int = 32
@@ -32,6 +35,7 @@ class WorkerSettings:
     threads: int | None = None
     transfer: str = "auto"
     placement: str = "auto"
+    stream_interval_ms: int = 0
     has_prefix_cache: bool = True
     trust_remote_code: bool = False
     validate: bool = False

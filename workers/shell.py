@@ -6,7 +6,6 @@ tokenizes. A reader per peer copies blocks under leases.
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from llmrt.actor import sockets
 from llmrt.actor.channel import Channel
 from llmrt.actor.driver import Driver
 from llmrt.actor.runtime import settle
-from llmrt.engine.batch import Device, StepResult
+from llmrt.engine.batch import Device
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.arena_socket import ArenaServer, AttachedPeer, Lifeline, attach_arena
 from llmrt.kvtransfer.tcp_reader import BulkReader
@@ -34,6 +33,7 @@ from llmrt.workers.context import CoreSettings
 from llmrt.workers.core import WorkerCore
 from llmrt.workers.offered import arena_of
 from llmrt.workers.prompts import PromptEncoder
+from llmrt.workers.step_thread import StepThread
 
 log = structlog.get_logger(__name__)
 
@@ -47,19 +47,6 @@ class ArenaHello(msgspec.Struct, frozen=True, kw_only=True):
 
     worker_id: str
     epoch: int
-
-
-def routing_id_of(name: WorkerName) -> bytes:
-    """Routing id of one life of a worker: two lives never meet on one socket."""
-    return f"{name.worker_id}@{name.epoch}".encode()
-
-
-def name_of(routing_id: bytes) -> WorkerName:
-    """The life of a worker behind a routing id; raises `ProtocolError`."""
-    worker_id, _, epoch = routing_id.decode(errors="replace").rpartition("@")
-    if not worker_id or not epoch.isdecimal():
-        raise ProtocolError(f"routing id {routing_id[:64]!r} names no worker")
-    return WorkerName(WorkerId(worker_id), int(epoch))
 
 
 def _fail(error: BaseException) -> None:
@@ -94,7 +81,6 @@ class WorkerShell:
         self._leased_blocks = leased_blocks
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
-        self._step_thread = ThreadPoolExecutor(1, thread_name_prefix="step")
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers: dict[WorkerName, Channel] = {}
@@ -106,6 +92,7 @@ class WorkerShell:
         self._driver: Driver[ev.Event, do.Effect] = Driver(
             core, self._perform, ev.Tick(), validate=validate
         )
+        self._step_thread = StepThread(device, self._loop, self._driver.handle)
         self._broker = Channel(broker, self._from_broker, self._unsent)
         self._link = Channel(link, self._from_link, self._unsent)
         self._bulk = BulkServer(arena, self._check_read)
@@ -115,7 +102,6 @@ class WorkerShell:
                 arena_socket,
                 arena,
                 on_attached=self._arena_mapped,
-                on_detached=lambda peer: None,
                 on_dead=self._mapper_died,
             )
 
@@ -137,7 +123,7 @@ class WorkerShell:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for reader in self._readers.values():
             await reader.close()
-        await asyncio.to_thread(self._step_thread.shutdown)
+        await asyncio.to_thread(self._step_thread.close)
         self._text_thread.shutdown(wait=False, cancel_futures=True)
         for owner in list(self._mapped):
             self._unmap(owner)
@@ -152,10 +138,9 @@ class WorkerShell:
     def _perform(self, effect: do.Effect) -> None:
         match effect:
             case do.RunStep(batch):
-                running = self._step_thread.submit(self._device.run, batch)
-                running.add_done_callback(self._step_returned)
-            case do.SendBroker(frames, is_beat):
-                if not (is_beat and self._broker.waiting_bytes()):
+                self._step_thread.run(batch)
+            case do.SendBroker(frames, is_skippable):
+                if not (is_skippable and self._broker.waiting_bytes()):
                     self._broker.send(frames)
             case do.SendPeer(peer, frames):
                 channel = self._peers.get(peer)
@@ -171,7 +156,7 @@ class WorkerShell:
                 self._spawn(self._attach(effect))
             case do.DetachArena(owner):
                 # Behind the running step, which may still name it.
-                detached = self._step_thread.submit(self._detach, owner)
+                detached = self._step_thread.call(self._detach, owner)
                 detached.add_done_callback(lambda _: self._call_soon(self._unmap, owner))
             case do.ReadBlocks():
                 self._spawn(self._read(effect))
@@ -186,18 +171,7 @@ class WorkerShell:
             case _:
                 assert_never(effect)
 
-    # -- steps and texts, on their threads ---------------------------------------------------
-
-    def _step_returned(self, running: "Future[StepResult]") -> None:
-        returned_at = time.monotonic()
-        error = running.exception()
-        if error is None:
-            done = ev.StepDone(running.result(), returned_at)
-        else:
-            code = error.error_code if isinstance(error, LlmrtError) else "internal_error"
-            failure = Failure(code=code, message=f"{type(error).__name__}: {error}")
-            done = ev.StepDone(None, returned_at, failure)
-        self._call_soon(self._driver.handle, done)
+    # -- texts, on their thread --------------------------------------------------------------
 
     def _tokenize(self, effect: do.Tokenize) -> ev.Tokenized:
         try:
@@ -243,7 +217,8 @@ class WorkerShell:
             check_frames(frames[1:])
             header = decode_header(frames[1])
             waited_s = self._driver.stalled_s()
-            event = ev.FromPeer(name_of(frames[0]), header, tuple(frames[2:]), waited_s)
+            sender = WorkerName.from_routing_id(frames[0])
+            event = ev.FromPeer(sender, header, tuple(frames[2:]), waited_s)
         except ProtocolError as error:
             self._refuse(error)
         else:
@@ -259,7 +234,7 @@ class WorkerShell:
 
     def _connect(self, peer: Peer) -> None:
         name = WorkerName(WorkerId(peer.worker_id), peer.epoch)
-        socket = sockets.dealer(self._context, routing_id_of(self._settings.name))
+        socket = sockets.dealer(self._context, self._settings.name.routing_id)
         try:
             sockets.connect(socket, peer.link)
         except LlmrtError as error:
@@ -272,12 +247,10 @@ class WorkerShell:
             self._driver.handle(ev.PeerUnreachable(name))
 
         self._peers[name] = Channel(socket, lambda frames: None, unsent)
-        self._driver.handle(
-            ev.PeerConnected(name, self._bulk.url_for(f"{name.worker_id}@{name.epoch}"))
-        )
+        self._driver.handle(ev.PeerConnected(name, self._bulk.url_for(name.full_name)))
 
     def _forget(self, peer: WorkerName) -> None:
-        self._bulk.revoke(f"{peer.worker_id}@{peer.epoch}")
+        self._bulk.revoke(peer.full_name)
         channel = self._peers.pop(peer, None)
         if channel is not None:
             channel.close()
@@ -288,7 +261,9 @@ class WorkerShell:
     # -- arenas ------------------------------------------------------------------------------
 
     async def _attach(self, effect: do.AttachArena) -> None:
-        """Map a peer's arena and make it known to the device."""
+        """Map a peer's arena and make it known to the device; whether it is the right one, the
+        machine says.
+        """
         owner, name = effect.owner, self._settings.name
         hello = encode_body(ArenaHello(worker_id=name.worker_id, epoch=name.epoch))
         try:
@@ -301,16 +276,16 @@ class WorkerShell:
         except LlmrtError as error:
             self._driver.handle(ev.ArenaRefused(owner, error.message))
             return
-        if (arena.generation, arena.block_bytes) != (effect.generation, self._arena.block_bytes):
-            arena.close()
-            lifeline.close()
-            self._driver.handle(ev.ArenaRefused(owner, "the arena served there is another one"))
-            return
         self._mapped[owner] = (arena, lifeline)
-        await asyncio.wrap_future(
-            self._step_thread.submit(self._device.add_arena, arena_of(owner), arena.buffer)
-        )
-        self._driver.handle(ev.ArenaAttached(owner))
+        shape = ev.ArenaShape(arena.num_blocks, arena.block_bytes, arena.generation)
+        adding = self._step_thread.call(self._device.add_arena, arena_of(owner), arena.buffer)
+        try:
+            await asyncio.wrap_future(adding)
+        except ValueError as error:  # no memory that a step could use
+            self._unmap(owner)
+            self._driver.handle(ev.ArenaRefused(owner, str(error)))
+        else:
+            self._driver.handle(ev.ArenaAttached(owner, shape))
 
     def _detach(self, owner: WorkerName) -> None:
         self._device.remove_arena(arena_of(owner))

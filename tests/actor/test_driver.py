@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from llmrt.actor.driver import MIN_WAIT_S, Driver, Pulse
+from llmrt.actor.driver import Driver, Pulse
+from llmrt.actor.timer import MIN_WAIT_S
 
 TICK = "tick"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import psutil
 import pytest
 import uvloop
 
+from llmrt.actor.process import PARENT_ENV
+from llmrt.actor.spawning import PARENT_ENV as SPAWNED_PARENT_ENV
+from llmrt.actor.spawning import Child, spawn
 from llmrt.actor.supervisor import (
-    Child,
     ChildEvent,
     Exited,
     Ready,
@@ -208,6 +211,56 @@ def test_ready_is_reported_when_the_child_says_so() -> None:
     supervise([child], body)
 
 
+def test_a_child_that_runs_already_is_taken_over_and_started_again_like_any() -> None:
+    """Also if it was ready before anyone looked."""
+    script = (
+        "import time; from llmrt.actor.supervisor import announce_ready;"
+        "announce_ready(); time.sleep(60)"
+    )
+    child = Child("worker-0", [sys.executable, "-c", script])
+    spawned = spawn(child)
+    readable, _, _ = select.select([spawned.ready_fd], [], [], DEADLINE_S)
+    assert readable
+    events = Events()
+
+    async def main() -> None:
+        supervisor = Supervisor(
+            [child], events.take, make_budget=Eager, spawned={child.name: spawned}
+        )
+        running = asyncio.create_task(supervisor.run())
+        await events.until(Ready)
+        spawned.process.kill()
+        await events.until(Ready, 2)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
+    first, second = (event.pid for event in events.of(Started))
+    assert first == spawned.process.pid != second
+    assert events.of(Exited)[0].exit_code == -signal.SIGKILL
+    assert not psutil.pid_exists(second)
+
+
+def test_a_child_that_ended_before_anyone_looked_is_started_again() -> None:
+    child = shell("worker-0", "exit 3")
+    spawned = spawn(child)
+    os.waitid(os.P_PID, spawned.process.pid, os.WEXITED | os.WNOWAIT)
+    events = Events()
+    supervisor = Supervisor(
+        [child],
+        events.take,
+        make_budget=lambda: Eager(max_restarts=1),
+        spawned={child.name: spawned},
+    )
+    with pytest.raises(InternalError):
+        asyncio.run(asyncio.wait_for(supervisor.run(), DEADLINE_S))
+    assert [event.exit_code for event in events.of(Exited)] == [3, 3]
+
+
+def test_both_sides_name_the_parent_alike() -> None:
+    assert SPAWNED_PARENT_ENV == PARENT_ENV
+
+
 CHILD = """
 import time
 from llmrt.actor.process import die_with_parent
@@ -217,7 +270,8 @@ time.sleep(60)
 """
 SUPERVISOR = """
 import asyncio, sys
-from llmrt.actor.supervisor import Child, Supervisor
+from llmrt.actor.spawning import Child
+from llmrt.actor.supervisor import Supervisor
 child = Child("a", [sys.executable, "-c", sys.argv[1]])
 asyncio.run(Supervisor([child], lambda event: print(event.pid, flush=True)).run())
 """

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from llmrt.broker.settings import BrokerSettings
-from llmrt.cli.config import env_name, flag_name, load
+from llmrt.cli.config import env_name, flag_name, load, unknown_variables
 from llmrt.cli.options import BROKER_HELP, WORKER_HELP
+from llmrt.cli.settings import UpSettings
+from llmrt.cli.up import check_counts
 from llmrt.wire.errors import ConfigError
 from llmrt.workers.settings import WorkerSettings
 
@@ -63,12 +65,13 @@ def test_values_have_the_types_of_their_fields() -> None:
     [
         ("[broker]\nbnd = 1\n", r"unknown key bnd in section \[broker\]: did you mean bind\?"),
         ("[brokr]\nbind = 1\n", r"unknown section \[brokr\]: did you mean broker\?"),
-        ("[gpu]\n", r"unknown section \[gpu\]: use one of broker, worker"),
+        ("[gpu]\n", r"unknown section \[gpu\]: use one of broker, worker, up"),
         ("broker = 1\n", r"write a section \[broker\]"),
         ("[worker]\nmodle = 1\n", "did you mean model"),
         ("[broker]\nmax_live = '9'\n", "max_live in section .broker. is '9': a whole number"),
         ("[broker]\nmax_live = true\n", "is True: a whole number"),
         ("[broker]\nvalidate = 1\n", "is 1: true or false"),
+        ("[up]\nprefil = 1\n", r"unknown key prefil in section \[up\]: did you mean prefill\?"),
         ("[broker\n", "cannot read"),
         ("\x00", "cannot read"),
     ],
@@ -96,6 +99,51 @@ def test_a_file_that_was_asked_for_must_exist() -> None:
 def test_a_wrong_variable_is_explained(variable: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(BrokerSettings, {}, None, {variable: text})
+
+
+def test_a_variable_that_nothing_reads_is_named_with_the_nearest_one() -> None:
+    environ = {
+        "LLMRT_BROKER_BIND": "known, if not to every command",
+        "LLMRT_UP_DECODE": "1",
+        "LLMRT_CACHE": "",
+        "LLMRT_PARENT_PID": "1",
+        "LLMRT_TEST_MODEL": "of the tests",
+        "LLMRTOTHER": "of somebody else",
+        "LLMRT_KV_TOKENS": "4096",
+        "LLMRT_BROKR_BIND": "x",
+        "LLMRT_Q": "x",
+    }
+    nearest = ["LLMRT_BROKER_BIND", "LLMRT_WORKER_KV_TOKENS"]
+    lines = unknown_variables(environ)
+    assert [line.split(": did you mean ")[0] for line in lines] == [
+        f"unknown environment variable {name}"
+        for name in ("LLMRT_BROKR_BIND", "LLMRT_KV_TOKENS", "LLMRT_Q")
+    ]
+    assert [line.split(": did you mean ")[1] for line in lines[:2]] == [f"{n}?" for n in nearest]
+
+
+def test_up_takes_its_workers_from_everywhere() -> None:
+    file = make_file("[up]\nprefill = 2\ndecode = 3\n")
+    settings = load(UpSettings, {"prefill": 1, "both": None}, file, {"LLMRT_UP_BOTH": "4"})
+    assert check_counts(settings) == {"both": 4, "prefill": 1, "decode": 3}
+
+
+def test_up_starts_one_worker_for_both_roles_unless_asked() -> None:
+    assert check_counts(UpSettings()) == {"both": 1, "prefill": 0, "decode": 0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (UpSettings(prefill=1), "1 prefill workers and none that decodes"),
+        (UpSettings(both=-1), "both is -1"),
+        (UpSettings(decode=257), "decode is 257: a number of workers from 0 to 256"),
+    ],
+)
+def test_wrong_numbers_of_workers_are_refused(settings: UpSettings, message: str) -> None:
+    """Flags are checked when they are read; a file and the environment are not."""
+    with pytest.raises(ConfigError, match=message):
+        check_counts(settings)
 
 
 def test_a_required_setting_names_all_ways_to_give_it() -> None:

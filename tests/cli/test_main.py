@@ -12,9 +12,13 @@ from typing import NamedTuple
 import pytest
 import structlog
 
+from llmrt.cli.answers import given
 from llmrt.cli.main import main
+from llmrt.cli.options import parse_bias
+from llmrt.cli.run import failed_code
+from llmrt.wire.errors import InternalError
 
-COMMANDS = ("run", "up", "generate", "chat", "ps", "broker", "worker", "version")
+COMMANDS = ("run", "up", "generate", "chat", "ps", "broker", "worker", "bench", "doctor", "version")
 NOBODY = "tcp://127.0.0.1:9"
 
 
@@ -92,6 +96,7 @@ def test_version_is_json_on_demand(llmrt: Llmrt) -> None:
         (("run", "hi", "--model", "/no/such.gguf"), 78, "no model at /no/such.gguf"),
         (("up",), 78, "worker needs model: give --model, set LLMRT_WORKER_MODEL"),
         (("up", "--prefill", "1", "--model", "/"), 78, "none that decodes"),
+        (("generate", "x", "--logit-bias", "13=101", "--broker", NOBODY), 2, "logit_bias[13] is"),
         (("worker", "--role", "draw", "--model", "/"), 78, "role is 'draw'"),
         (("broker", "--log-level", "loud"), 78, "log_level is 'loud'"),
         (("broker", "--bind", "7700"), 78, "'7700' is no endpoint"),
@@ -119,6 +124,51 @@ def test_a_wrong_flag_is_a_usage_error(llmrt: Llmrt, args: tuple[str, ...]) -> N
     done = llmrt(*args)
     assert done.code == 2
     assert args[-1] in done.err or args[-2] in done.err
+
+
+@pytest.mark.parametrize("bias", ["13", "a=1", "13=", "=1", "1.5=1"])
+def test_a_bias_that_is_none_is_a_usage_error(llmrt: Llmrt, bias: str) -> None:
+    done = llmrt("generate", "x", "--logit-bias", bias, "--broker", NOBODY)
+    assert done.code == 2
+    assert f"{bias!r} is not ID=BIAS" in done.err
+
+
+def test_biases_become_a_mapping() -> None:
+    options = {"logit_bias": [parse_bias("13=-100"), parse_bias("7=0.5")], "stop": [], "seed": None}
+    assert given(options) == {"logit_bias": {13: -100.0, 7: 0.5}}
+
+
+def test_a_misspelt_variable_is_a_warning(llmrt: Llmrt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMRT_BROKR_BIND", "tcp://127.0.0.1:1")
+    done = llmrt("version")
+    assert done.code == 0
+    assert done.err == (
+        "warning: unknown environment variable LLMRT_BROKR_BIND: did you mean LLMRT_BROKER_BIND?\n"
+    )
+    monkeypatch.setenv("LLMRT_READY_FD", "99")  # a child: its supervisor has said it
+    assert llmrt("version").err == ""
+
+
+@pytest.mark.integration
+def test_run_says_once_why_its_worker_cannot_start(tmp_path: Path) -> None:
+    """With the code and the exit code of the worker, which knows."""
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"no model")
+    command = [sys.executable, "-m", "llmrt.cli.main", "run", "hi", "--model", str(broken)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr.startswith(f"error: {broken} is not a model: expected ")
+    assert done.stderr.endswith(" (model_invalid)\n")
+    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout) == (78, "")
+
+
+def test_the_exit_code_of_run_is_that_of_the_child_that_ended_first() -> None:
+    """The others were stopped because of it."""
+    assert failed_code({"both-0": 75, "broker": 0}) == 75
+    with pytest.raises(InternalError, match="both-0 was ended by SIGKILL"):
+        failed_code({"both-0": -9, "broker": 0})
+    with pytest.raises(InternalError, match="broker ended before"):
+        failed_code({"broker": 0})
 
 
 @pytest.mark.integration

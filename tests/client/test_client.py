@@ -3,10 +3,12 @@
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+import uvloop
 from tests.client.conftest import (
     WAIT_S,
     MakeBroker,
@@ -21,6 +23,7 @@ from tests.client.conftest import (
 )
 
 from llmrt.client import AsyncClient, StreamEvent
+from llmrt.client.core import ClientCore
 from llmrt.wire.arrays import unpack_u32
 from llmrt.wire.errors import (
     BrokerUnreachable,
@@ -368,3 +371,19 @@ def test_import_is_light() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_what_is_due_at_once_disturbs_no_call_on_uvloop(
+    make_broker: MakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait of less than half a millisecond is no timer there, and cannot tell its time."""
+    broker = make_broker()
+    monkeypatch.setattr(ClientCore, "next_deadline", lambda _core: time.monotonic() + 1e-4)
+
+    async def work() -> None:
+        async with AsyncClient(broker.endpoint) as client:
+            replies = await asyncio.gather(*(client.workers() for _ in range(3)))
+        assert [reply.broker_epoch for reply in replies] == [1, 1, 1]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work())

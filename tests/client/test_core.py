@@ -400,6 +400,18 @@ def test_damaged_log_probabilities_end_the_stream() -> None:
     assert sent_kinds(effects) == [CANCEL]
 
 
+def test_a_stream_that_comes_again_with_other_tokens_ends() -> None:
+    """A broker that was restarted computes it anew, and need not get the same."""
+    h = Harness()
+    h.open_with()
+    h.rows(row(0, 7, 8))
+    h.welcome(epoch=2)
+    effects = h.rows(row(0, 7, 9, 10))
+    assert "token 1" in error_of(effects).message
+    assert type(error_of(effects)) is InternalError
+    assert sent_kinds(effects) == [CANCEL]
+
+
 # Acknowledgements
 
 

@@ -197,6 +197,12 @@ def test_tokenize_takes_text_or_turns() -> None:
     assert len(decode_body(chat.frames[0], Tokenize).messages) == 1
 
 
+def test_tokenize_may_name_the_model() -> None:
+    assert decode_body(make_tokenize("x", True, 1.0, "m").frames[0], Tokenize).model == "m"
+    with pytest.raises(InvalidRequest, match="model is "):
+        make_tokenize("x", True, 1.0, "m" * 2000)
+
+
 def test_request_ids_are_hex_or_bytes() -> None:
     assert parse_request_id("00" * 16) == parse_request_id(bytes(16)) == bytes(16)
     assert parse_request_id(None) != parse_request_id(None)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from llmrt.client.results import StreamEvent, TokenLogprob
 from llmrt.client.sequencer import Sequencer, Skipped
-from llmrt.wire.errors import ProtocolError
+from llmrt.wire.errors import InternalError, ProtocolError
 from llmrt.wire.ids import NO_ATTEMPT, RequestId
 from llmrt.wire.steps import StepRow, make_row
 
@@ -61,6 +61,23 @@ def test_a_partly_old_row_of_unknown_start_is_a_gap() -> None:
     sequencer.take(row(0, [0, 1], "ab"))
     assert sequencer.take(row(1, [1, 2], "bc")) is Skipped.GAP
     assert sequencer.take(row(2, [2], "c")) == StreamEvent(2, "c", (2,))
+
+
+@pytest.mark.parametrize(
+    ("piece", "at"),
+    [
+        (row(0, [0, 9], "ab"), 1),  # nothing new
+        (row(0, [9, 1, 2], "abc"), 0),  # something new behind it
+        (row(1, [9, 2], "bc"), 1),  # a cut that cannot be used either way
+    ],
+)
+def test_a_repetition_that_differs_is_an_error(piece: StepRow, at: int) -> None:
+    """Dropping it in silence would join the beginning of one answer to the end of another."""
+    sequencer = Sequencer()
+    sequencer.take(row(0, [0], "a"))
+    sequencer.take(row(1, [1], "b"))
+    with pytest.raises(InternalError, match=f"token {at} .* was {at} and came again as 9"):
+        sequencer.take(piece)
 
 
 def test_text_behind_the_last_token_comes_once() -> None:

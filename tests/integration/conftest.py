@@ -1,6 +1,6 @@
 """Clusters of real processes: `llmrt up` with a tiny model that has a real tokenizer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -79,11 +79,14 @@ def start_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """`llmrt up` on the tiny model with more flags, in a runtime folder of its own."""
 
     @contextmanager
-    def start(*flags: str, model: Path = tiny_model) -> Iterator[RunningCluster]:
+    def start(
+        *flags: str, model: Path = tiny_model, env: Mapping[str, str] | None = None
+    ) -> Iterator[RunningCluster]:
         runtime_dir = tmp_path_factory.mktemp("run")
         runtime_dir.chmod(0o700)
         own = ("--runtime-dir", str(runtime_dir), "--model", str(model), "--validate")
-        with running_cluster(*EXACT, *own, "--log-level", "warning", *flags) as cluster:
+        log_level = ("--log-level", "warning")
+        with running_cluster(*EXACT, *own, *log_level, *flags, env=env) as cluster:
             yield cluster
 
     return start

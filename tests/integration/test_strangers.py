@@ -1,5 +1,6 @@
 """Workers that do not belong together under one broker: same name, other model."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from llmrt.client import Client
 from llmrt.wire.errors import InvalidRequest, ModelNotFound
 
 pytestmark = pytest.mark.integration
+
+BEGIN = 1
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +67,7 @@ def test_workers_of_two_models_are_never_paired(
             with pytest.raises(ModelNotFound, match="other, tiny"):
                 client.generate("hello", max_tokens=1, model="third")
             check_begin_tokens(client)
+            check_commands(split, theirs.token_ids)
         wait_until(lambda: not has_worker(client, "other-0"), 10, "the other worker has left")
         assert client.generate("hello", max_tokens=8).token_ids == alone.token_ids
 
@@ -72,11 +76,23 @@ def has_worker(client: Client, name: str) -> bool:
     return any(row.worker_id == name for row in client.workers().workers)
 
 
+def check_commands(cluster: RunningCluster, expected: tuple[int, ...]) -> None:
+    """The command line names the model as the SDK does."""
+    where = ("--broker", cluster.bind, "--max-tokens", "8")
+    unnamed = run_llmrt("generate", "hello", *where)
+    assert (unnamed.code, unnamed.out) == (2, "")
+    assert "several are served" in unnamed.err
+    named = run_llmrt("generate", "hello", *where, "--model", "other", "--json")
+    assert tuple(json.loads(named.out)["token_ids"]) == expected
+
+
 def check_begin_tokens(client: Client) -> None:
     """A template and a tokenizer that both add the begin token give one of them."""
     turns = [{"role": "user", "content": "hi"}]
     assert client.chat(turns, max_tokens=1, model="other").usage.prompt_tokens == 31
     ours = client.generate("hi", max_tokens=1, model="tiny").usage.prompt_tokens
     assert client.generate("hi", max_tokens=1, model="other").usage.prompt_tokens == ours + 1
+    begin = client.tokenize("hi", model="other")
+    assert begin == [BEGIN, *client.tokenize("hi", model="tiny")]
     with_begin = client.generate("<|im_start|>hi", max_tokens=1, model="other")
     assert with_begin.usage.prompt_tokens == ours + 1

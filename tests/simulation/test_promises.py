@@ -11,12 +11,14 @@ LEASES = Layout(num_prefill=2, num_decode=2, transfer="tcp")
 # Just above what the longest request takes: everything is preempted now and then.
 TIGHT = Layout(num_prefill=1, num_decode=1, num_blocks=16)
 TIGHT_LEASES = Layout(num_prefill=1, num_decode=1, num_blocks=16, transfer="tcp")
+HELD_BACK = Layout(num_both=1, num_prefill=1, num_decode=1, stream_interval_s=0.05)
 LAYOUTS = {
     "colocated": COLOCATED,
     "split": SPLIT,
     "leases": LEASES,
     "tight": TIGHT,
     "tight leases": TIGHT_LEASES,
+    "held back": HELD_BACK,
 }
 LOSSY = Faults(drop=0.02, double=0.05, late=0.05)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.conftest import make_contract
 
-from llmrt.engine.batch import Batch, Drawn, StepResult
+from llmrt.engine.batch import Batch, Drawn, StepResult, fill
 from llmrt.engine.scheduler import Scheduler, SchedulerSettings
 from llmrt.kvtransfer.ledger import Ledger
 from llmrt.simulation.content import VOCAB_SIZE, SimVocabulary
@@ -16,7 +17,6 @@ from llmrt.wire import messages as m
 from llmrt.wire.arrays import pack_u32, unpack_u32
 from llmrt.wire.envelope import Header, decode_body, decode_header, encode_body, encode_header
 from llmrt.wire.ids import Attempt, RequestId, WorkerId, WorkerName
-from llmrt.wire.kv import KvContract
 from llmrt.wire.sampling import SamplingParams
 from llmrt.wire.steps import StepRow, decode_step
 from llmrt.workers import effects as do
@@ -74,8 +74,11 @@ class Bench:
         return self.scheduler.ledger
 
     def handle(self, event: ev.Event) -> None:
-        self.effects += self.core.handle(event, self.now)
+        effects = self.core.handle(event, self.now)
         self.core.check()
+        self.effects += effects
+        if any(isinstance(effect, do.RunStep) and not effect.batch.follows for effect in effects):
+            self.handle(ev.StepTaken())
 
     def tick(self, after_s: float = 1.0) -> None:
         self.now += after_s
@@ -136,8 +139,9 @@ class Bench:
         return request_id
 
     def batch(self) -> Batch:
-        """The step that was started last."""
-        return [effect.batch for effect in self.effects if isinstance(effect, do.RunStep)][-1]
+        """The running step."""
+        assert self.scheduler.step is not None
+        return self.scheduler.step
 
     def step(self, *tokens: int) -> None:
         """The running step returns with these tokens for the rows that sample."""
@@ -149,7 +153,14 @@ class Bench:
             Drawn(row.sequence_id, token) for row, token in zip(rows, tokens, strict=True)
         )
         self.now += 0.01
-        self.handle(ev.StepDone(StepResult(batch.step_id, drawn, 0.01), self.now))
+        self.step_done(StepResult(batch.step_id, drawn, 0.01, 0.01))
+
+    def step_done(self, result: StepResult) -> None:
+        """A step returns, and the one behind it begins if it was made ahead."""
+        self.handle(ev.StepDone(result, self.now))
+        if self.scheduler.step is not None and self.scheduler.step.follows:
+            fill(self.scheduler.step, result)
+            self.handle(ev.StepTaken())
 
     def sent(self, kind: str) -> list[Sent]:
         found = []
@@ -186,6 +197,13 @@ class Bench:
         assert counts.num_evictable == counts.num_cached, counts
 
 
+def arena_of(bench: Bench) -> ev.ArenaShape:
+    """What a worker that maps the arena of `bench` finds."""
+    settings = bench.settings
+    block_bytes = settings.contract.block_bytes
+    return ev.ArenaShape(settings.num_blocks, block_bytes, settings.arena_generation)
+
+
 MakeWorker = Callable[..., Bench]
 
 
@@ -195,25 +213,11 @@ def make_worker() -> MakeWorker:
 
     def make(role: str = "both", *, num_blocks: int = 64, **changes: Any) -> Bench:
         name = WorkerName(WorkerId(f"{role}-0"), 7)
-        contract = KvContract(
-            model_hash="m",
-            tokenizer_hash="t",
-            kv_dtype="bf16",
-            block_tokens=32,
-            layout="l",
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=1,
-            rope="r",
-            sharding="s",
-            protocol="1",
-            numerics_id="n",
-        )
         facts: dict[str, Any] = {
             "name": name,
             "role": role,
             "model": "sim",
-            "contract": contract,
+            "contract": make_contract(),
             "process": m.ProcessName(boot_id="b", pid_namespace="n", pid=1, start_ticks=1),
             "vocab_size": VOCAB_SIZE,
             "max_context": 256,
@@ -236,10 +240,10 @@ def make_worker() -> MakeWorker:
 
 
 @pytest.fixture
-def link() -> Callable[[Bench, Bench], None]:
+def link() -> Callable[..., None]:
     """Introduce an owner and a prefill worker to each other, arenas mapped unless by TCP."""
 
-    def introduce(owner: Bench, prefill: Bench) -> None:
+    def introduce(owner: Bench, prefill: Bench, *, is_mapped: bool = True) -> None:
         benches = (owner, prefill)
         rows = tuple(
             m.Peer(
@@ -257,8 +261,8 @@ def link() -> Callable[[Bench, Bench], None]:
             bench.handle(ev.PeerConnected(other.name, "tcp://bulk"))
         for bench, other in (benches, benches[::-1]):
             other.relay(bench.sent(m.PEER_HELLO)[0], bench.name)
-        if owner.settings.transfer != "tcp":
-            prefill.handle(ev.ArenaAttached(owner.name))
+        if is_mapped and owner.settings.transfer != "tcp":
+            prefill.handle(ev.ArenaAttached(owner.name, arena_of(owner)))
             owner.handle(ev.ArenaMapped(prefill.name))
         owner.clear()
         prefill.clear()

@@ -3,20 +3,23 @@
 from array import array
 from typing import Any
 
+import msgpack
 import pytest
 
-from llmrt.engine.batch import Drawn, StepResult
+from llmrt.engine.batch import Drawn, Logprobs, StepResult
 from llmrt.simulation.content import EOS_TOKEN_ID
 from llmrt.wire import messages as m
 from llmrt.wire.arrays import pack_u32
-from llmrt.wire.envelope import Header, encode_body
+from llmrt.wire.envelope import Header, decode_header, encode_body
 from llmrt.wire.errors import InternalError
 from llmrt.wire.ids import Attempt, RequestId
 from llmrt.wire.sampling import SamplingParams
+from llmrt.wire.steps import encode_step
 from llmrt.workers import effects as do
 from llmrt.workers import events as ev
 
 TEN = list(range(10, 20))
+GENERATE = encode_body(m.Generate(prompt_kind="tokens", sampling=SamplingParams()))
 
 
 def test_registration_is_repeated_until_it_is_answered(make_worker: Any) -> None:
@@ -54,7 +57,7 @@ def test_heartbeats_carry_progress_and_what_is_held(make_worker: Any) -> None:
     bench.clear()
     bench.tick()
     (beat,) = bench.sent(m.HEARTBEAT)
-    assert beat.body.load.num_steps == 2
+    assert beat.body.load.num_steps == 3  # one runs, and one is made ahead
     assert beat.body.load.num_prefill_tokens == 10
     assert [held.stage for held in beat.body.holding] == ["decode"]
 
@@ -90,13 +93,117 @@ def test_stages_sum_to_the_total(make_worker: Any) -> None:
     assert total == pytest.approx(20.0)
 
 
+def returns(bench: Any, *tokens: int) -> list[do.Effect]:
+    """The running step returns, and nothing else happens; what the machine wants done at once."""
+    batch = bench.batch()
+    drawn = tuple(
+        Drawn(row.sequence_id, token) for row, token in zip(batch.rows, tokens, strict=True)
+    )
+    result = StepResult(batch.step_id, drawn, 0.01, 0.01)
+    effects: list[do.Effect] = bench.core.handle(ev.StepDone(result, bench.now), bench.now)
+    bench.core.check()
+    bench.effects += effects
+    return effects
+
+
 def test_the_next_step_is_started_before_tokens_are_delivered(make_worker: Any) -> None:
     bench = make_worker()
+    bench.dispatch(TEN, repetition_penalty=1.5)  # so that no step can be made ahead
+    (effect,) = returns(bench, 50)
+    assert isinstance(effect, do.RunStep)
+    bench.handle(ev.StepTaken())
+    assert bench.tokens() == [50]
+
+
+def test_a_step_made_ahead_runs_when_the_one_before_returns(make_worker: Any) -> None:
+    bench = make_worker()
     bench.dispatch(TEN)
-    bench.clear()
+    ahead = bench.scheduler.ahead
+    assert do.RunStep(ahead) in bench.effects
+    assert returns(bench, 50) == []
+    assert bench.scheduler.step is ahead
+    bench.handle(ev.StepTaken())
+    assert bench.tokens() == [50]
+
+
+def test_a_last_token_that_text_does_not_tell_is_known_before_the_next_step(
+    make_worker: Any,
+) -> None:
+    bench = make_worker()
+    bench.dispatch(TEN, number=1, repetition_penalty=1.5, max_tokens=9)
     bench.step(50)
-    kinds = [type(effect) for effect in bench.effects]
-    assert kinds.index(do.RunStep) < kinds.index(do.SendBroker)
+    bench.dispatch(TEN, number=2, max_tokens=1)
+    bench.step(51)
+    (effect,) = returns(bench, 52, 53)
+    assert isinstance(effect, do.RunStep)
+    assert [row.sequence_id for row in effect.batch.rows] == [1]
+    bench.core.check()
+    bench.handle(ev.StepTaken())
+    assert len(bench.sent(m.FINISHED)) == 1
+
+
+@pytest.mark.parametrize("token", [EOS_TOKEN_ID, 71])
+def test_what_a_step_made_ahead_draws_behind_the_end_is_dropped(
+    make_worker: Any, token: int
+) -> None:
+    """By the end token, or by a stop string; its blocks stay until that step has returned."""
+    bench = make_worker()
+    words = bench.core._context.vocabulary.token_bytes
+    bench.dispatch(TEN, stop=(words[71].decode().strip(),))
+    bench.step(50)
+    bench.step(token)
+    assert len(bench.sent(m.FINISHED)) == 1
+    assert bench.ledger.num_held == 1
+    bench.step(60)
+    assert bench.tokens() == [50, token]
+    assert len(bench.sent(m.FINISHED)) == 1
+    assert bench.scheduler.step is None
+    bench.assert_all_free()
+
+
+@pytest.mark.parametrize("token", [50, EOS_TOKEN_ID])
+@pytest.mark.parametrize(
+    "event",
+    [
+        ev.FromBroker(Header(m.CANCEL, (1).to_bytes(16, "big"), 1, 1), ()),
+        ev.Tick(),
+        ev.StopWanted(),
+    ],
+    ids=["cancel", "tick", "stop"],
+)
+def test_whatever_comes_before_a_delivery_finds_it_done(
+    make_worker: Any, event: ev.Event, token: int
+) -> None:
+    bench = make_worker()
+    bench.dispatch(TEN, repetition_penalty=1.5)
+    bench.dispatch(TEN, number=2, repetition_penalty=1.5)
+    returns(bench, token)
+    assert not bench.sent(m.STEP)
+    bench.now += 2.0
+    bench.handle(event)
+    kinds = [
+        decode_header(effect.frames[0]).kind
+        for effect in bench.effects
+        if isinstance(effect, do.SendBroker)
+    ]
+    assert bench.tokens() == [token]
+    ends = [kind for kind in kinds if kind in (m.FINISHED, m.FAILED)]
+    is_cancel = isinstance(event, ev.FromBroker)
+    assert ends == ([m.FINISHED] if token == EOS_TOKEN_ID else [m.FAILED] * is_cancel)
+    for kind in ends:
+        assert kinds.index(m.STEP) < kinds.index(kind)
+
+
+def test_a_new_request_is_in_the_step_behind_the_one_made_ahead(make_worker: Any) -> None:
+    bench = make_worker()
+    bench.dispatch(TEN)
+    bench.step(50)
+    bench.dispatch(TEN, number=2)
+    bench.step(51)
+    assert bench.scheduler.ahead is None
+    bench.step(52)
+    assert len(bench.batch().rows) == 2
+    assert not bench.batch().follows
 
 
 def test_the_end_token_ends_without_text(make_worker: Any) -> None:
@@ -250,7 +357,8 @@ def test_a_later_attempt_replaces_the_running_one_and_goes_on_behind_the_forced_
     bench.step(50)
     bench.clear()
     bench.dispatch(TEN, n=2, forced=(50, 51), max_tokens=4)
-    bench.step(51)  # the step of the first attempt returns
+    bench.step(51)  # the steps of the first attempt return
+    bench.step(51)
     bench.step(52)
     bench.step(53)
     assert [(row.seq, row.attempt.n) for row in bench.rows()] == [(2, 2), (3, 2)]
@@ -278,8 +386,9 @@ def test_a_cancel_frees_the_blocks_when_the_step_returns(make_worker: Any) -> No
     request_id = bench.dispatch(TEN)
     bench.from_broker(m.CANCEL, request_id=request_id, attempt=Attempt(1, 1))
     assert bench.failure().code == "cancelled"
-    assert bench.ledger.num_held == 1
-    bench.step(50)
+    for token in (50, 51):  # the running step, and the one that was made ahead
+        assert bench.ledger.num_held == 1
+        bench.step(token)
     assert bench.rows() == []
     bench.assert_all_free()
 
@@ -321,13 +430,16 @@ def test_a_failed_row_ends_its_own_request_only(make_worker: Any) -> None:
     bench.step(50)
     bench.dispatch(TEN, number=2)
     bench.step(51)
+    bench.step(51)
     bench.clear()
     batch = bench.scheduler.step
     good, bad = (row.sequence_id for row in batch.rows)
     drawn = (Drawn(good, 52), Drawn(bad, -1, error=InternalError("a logit is nan")))
-    bench.handle(ev.StepDone(StepResult(batch.step_id, drawn, 0.0), bench.now))
+    bench.step_done(StepResult(batch.step_id, drawn, 0.0, 0.0))
     assert bench.failure().message == "a logit is nan"
     assert bench.tokens() == [52]
+    bench.step(53, 54)
+    assert bench.tokens() == [52, 53]
 
 
 def test_a_failed_step_ends_its_requests_and_the_worker_serves_on(make_worker: Any) -> None:
@@ -336,6 +448,7 @@ def test_a_failed_step_ends_its_requests_and_the_worker_serves_on(make_worker: A
     failure = m.Failure(code="internal_error", message="boom")
     bench.handle(ev.StepDone(None, bench.now, failure))
     assert bench.failure().code == "internal_error"
+    bench.handle(ev.StepDone(None, bench.now, failure))  # the one that was made ahead
     bench.assert_all_free()
     bench.dispatch(TEN, number=2, max_tokens=1)
     bench.step(50)
@@ -388,3 +501,130 @@ def test_a_stopping_worker_says_goodbye(make_worker: Any) -> None:
     bench.handle(ev.StopWanted())
     assert len(bench.sent(m.BYE)) == 1
     assert bench.core.next_deadline() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "frames"),
+    [
+        (m.REGISTERED, ()),
+        (m.PEERS, ()),
+        (m.DISPATCH, ()),
+        (m.DISPATCH, (encode_body(m.Route()),)),
+        (m.DISPATCH, (encode_body(m.Route(num_forced=2)), GENERATE)),
+    ],
+)
+def test_a_message_that_lacks_a_frame_is_counted_and_the_worker_goes_on(
+    make_worker: Any, kind: str, frames: tuple[bytes, ...]
+) -> None:
+    bench = make_worker()
+    bench.handle(ev.FromBroker(Header(kind, (1).to_bytes(16, "big"), 1, 1), frames))
+    assert bench.core.counters["bad_messages"] == 1
+    bench.dispatch(TEN, number=2)
+    bench.step(50)
+    assert bench.tokens() == [50]
+
+
+def held_back(make_worker: Any, **sampling: Any) -> Any:
+    """One request on a worker with an interval of 50 ms, whose first token has left."""
+    bench = make_worker(stream_interval_s=0.05)
+    bench.dispatch(TEN, **sampling)
+    bench.step(50)
+    assert bench.tokens() == [50]
+    bench.clear()
+    return bench
+
+
+def test_within_an_interval_tokens_leave_in_one_row(make_worker: Any) -> None:
+    bench = held_back(make_worker, logprobs=0)
+    words = bench.core._context.vocabulary.token_bytes
+    for token in (51, 52, 53, 54):  # 10 ms each
+        bench.step(token)
+        assert not bench.rows()
+    bench.step(55)
+    (row,) = bench.rows()
+    assert (row.seq, row.num_tokens) == (1, 5)
+    assert bench.tokens() == [51, 52, 53, 54, 55]
+    assert row.text == b"".join(words[51:56])
+
+
+def test_extras_of_tokens_that_leave_together_are_one_list(make_worker: Any) -> None:
+    bench = held_back(make_worker)
+    for token in (51, 52, 53, 54, 55):
+        batch = bench.batch()
+        logprobs = Logprobs(-float(token), ((token, -1.0),))
+        drawn = (Drawn(batch.rows[0].sequence_id, token, logprobs),)
+        bench.now += 0.01
+        bench.step_done(StepResult(batch.step_id, drawn, 0.01, 0.01))
+    (row,) = bench.rows()
+    entries = msgpack.unpackb(row.extras)
+    assert entries == [[-float(token), [[token, -1.0]]] for token in range(51, 56)]
+
+
+def test_what_is_held_leaves_in_time_if_nothing_follows(make_worker: Any) -> None:
+    bench = held_back(make_worker)
+    bench.step(51)
+    assert not bench.rows()
+    deadline = bench.core.next_deadline()
+    assert deadline == pytest.approx(bench.now + 0.04)
+    bench.now = deadline
+    bench.handle(ev.Tick())
+    assert bench.tokens() == [51]
+    assert bench.core.next_deadline() > deadline
+
+
+def test_what_is_held_leaves_before_the_end(make_worker: Any) -> None:
+    bench = held_back(make_worker, max_tokens=3)
+    bench.step(51)
+    bench.step(52)
+    (row,) = bench.rows()
+    assert (row.seq, row.num_tokens) == (1, 2)
+    (end,) = bench.sent(m.FINISHED)
+    assert end.header.seq == 3
+    sent = [effect for effect in bench.effects if isinstance(effect, do.SendBroker)]
+    assert sent[0] == do.SendBroker(encode_step([row]))
+
+
+@pytest.mark.parametrize("kind", [m.CANCEL, m.BYE])
+def test_what_is_held_leaves_before_a_failure_and_a_goodbye(make_worker: Any, kind: str) -> None:
+    bench = held_back(make_worker)
+    bench.step(51)
+    if kind == m.CANCEL:
+        bench.from_broker(kind, request_id=(1).to_bytes(16, "big"), attempt=Attempt(1, 1))
+    else:
+        bench.handle(ev.StopWanted())
+    kinds = [
+        decode_header(effect.frames[0]).kind
+        for effect in bench.effects
+        if isinstance(effect, do.SendBroker)
+    ]
+    assert kinds == [m.STEP, m.FAILED if kind == m.CANCEL else m.BYE]
+    assert bench.tokens() == [51]
+
+
+def test_what_an_older_attempt_holds_is_dropped(make_worker: Any) -> None:
+    bench = held_back(make_worker)
+    bench.step(51)
+    bench.dispatch(TEN, n=2, forced=(50,))
+    for _ in range(2):
+        bench.step(51)
+    bench.step(61)
+    assert [(row.seq, row.attempt.n) for row in bench.rows()] == [(1, 2)]
+    assert bench.tokens() == [61]
+
+
+def test_the_time_of_steps_and_of_python_between_them_is_told(make_worker: Any) -> None:
+    """Of 10 ms from return to return, 9 are computed; what comes after a pause does not count."""
+    bench = make_worker()
+    for number in (1, 2):
+        bench.dispatch(TEN, number=number, max_tokens=3)
+        for token in (50, 51, 52):
+            batch = bench.batch()
+            bench.now += 0.01
+            drawn = (Drawn(batch.rows[0].sequence_id, token),)
+            bench.step_done(StepResult(batch.step_id, drawn, 0.0095, 0.009))
+        bench.now += 5.0
+    bench.clear()
+    bench.tick()
+    load = bench.sent(m.HEARTBEAT)[0].body.load
+    assert load.steps_s == pytest.approx(0.04)
+    assert load.python_s == pytest.approx(0.004)

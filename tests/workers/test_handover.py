@@ -4,6 +4,8 @@ from array import array
 from typing import Any
 
 import pytest
+from tests.conftest import make_contract
+from tests.workers.conftest import arena_of
 
 from llmrt.wire import messages as m
 from llmrt.wire.arrays import unpack_u32
@@ -271,11 +273,8 @@ def test_a_stranger_cannot_commit_anothers_grant(pair: Any) -> None:
 
 
 def test_peers_with_another_contract_are_never_linked(make_worker: Any, link: Any) -> None:
-    owner, prefill = make_worker("decode"), make_worker("prefill")
-    contract = prefill.settings.contract
-    fields = {f: getattr(contract, f) for f in type(contract).__struct_fields__}
-    other = type(contract)(**fields | {"model_hash": "other"})
-    prefill = make_worker("prefill", contract=other)
+    owner = make_worker("decode")
+    prefill = make_worker("prefill", contract=make_contract(model_hash="other"))
     link(owner, prefill)
     owner.dispatch(TEN, prefill=prefill.name)
     assert owner.sent(m.OFFER) == []
@@ -411,8 +410,8 @@ def test_a_preempted_sequence_is_offered_again_with_what_is_cached_by_then(
     owner.step(51)
     (sequence,) = owner.scheduler.running.values()
     owner.step(52)
-    owner.scheduler.step = None  # between two steps, as preemption finds it
-    owner.scheduler._in_step, sequence.in_step = [], False
+    owner.scheduler.step = owner.scheduler.ahead = None  # between two steps
+    owner.scheduler._in_step, owner.scheduler._in_ahead, sequence.in_step = [], [], False
     owner.scheduler._preempt(sequence)
     owner.clear()
     owner.tick()
@@ -483,8 +482,27 @@ def test_an_arena_that_arrives_after_its_owner_died_is_unmapped(
     link(owner, prefill)
     prefill.handle(ev.ArenaLost(owner.name))
     prefill.clear()
-    prefill.handle(ev.ArenaAttached(owner.name))
+    prefill.handle(ev.ArenaAttached(owner.name, arena_of(owner)))
     assert prefill.effects == [do.DetachArena(owner.name)]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"generation": 4}, {"num_blocks": 63}, {"block_bytes": 1}], ids=str
+)
+def test_an_arena_that_is_not_the_announced_one_is_unmapped_and_no_grant_is_made(
+    make_worker: Any, link: Any, wrong: dict[str, int]
+) -> None:
+    """Another worker may serve the socket by now; its blocks are not the ones that D grants."""
+    owner, prefill = make_worker("decode"), make_worker("prefill")
+    link(owner, prefill, is_mapped=False)
+    owner.handle(ev.ArenaMapped(prefill.name))
+    prefill.handle(ev.ArenaAttached(owner.name, arena_of(owner)._replace(**wrong)))
+    assert do.DetachArena(owner.name) in prefill.effects
+    (failed,) = pass_on(prefill, owner, m.MAP_FAILED)
+    assert "another one" in failed.body.message
+    owner.dispatch(TEN, prefill=prefill.name)
+    (offer,) = owner.sent(m.OFFER)
+    assert offer.body.mode == "lease"
 
 
 def test_a_peer_that_the_broker_has_long_forgotten_is_forgotten_here(tcp_pair: Any) -> None:
@@ -527,6 +545,17 @@ def test_a_lease_of_a_silent_reader_ends_by_itself(tcp_pair: Any) -> None:
         prefill.tick()
     prefill.assert_all_free()
     assert prefill.core.counters["leases_expired"] == 1
+
+
+def test_the_death_of_a_reader_frees_the_blocks_of_its_lease_at_once(tcp_pair: Any) -> None:
+    owner, prefill = tcp_pair
+    owner.dispatch(TEN, prefill=prefill.name)
+    pass_on(owner, prefill, m.OFFER)
+    prefill.step(50)
+    assert prefill.ledger.counts().num_leases == 1
+    prefill.handle(ev.ArenaLost(owner.name))
+    assert prefill.ledger.counts().num_leases == 0
+    prefill.assert_all_free()
 
 
 def test_a_chunk_beyond_the_grant_is_not_read(tcp_pair: Any) -> None:
