@@ -36,13 +36,14 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("driver", "hostile"):
         source = FOLDER / f"{name}.c"
         flags = ["-O2", "-std=c11", f"-I{HEADER_FOLDER}", f"-Wl,-rpath,{HEADER_FOLDER}"]
-        command = [compiler, *flags, source, c.PATH, "-o", folder / name]
+        files = [str(path) for path in (source, c.PATH, folder / name)]
+        command = [compiler, *flags, *files[:2], "-o", files[2]]
         subprocess.run(command, check=True, capture_output=True)
     return folder
 
 
 def lines(program: Path, *arguments: str) -> list[str]:
-    command = [program, *arguments]
+    command = [str(program), *arguments]
     result = subprocess.run(command, check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout.splitlines()
