@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from llmrt.actor.spawning import PARENT_ENV
 from llmrt.wire.messages import ProcessName
 
-PARENT_ENV = "LLMRT_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 # Fields of /proc/PID/stat behind the name, which is in parentheses and may hold anything.
 _START_TICKS_FIELD = 22 - 3

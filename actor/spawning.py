@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# That of `actor.process`, whose import takes longer than starting a child.
 PARENT_ENV = "LLMRT_PARENT_PID"
 READY_ENV = "LLMRT_READY_FD"
 

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 from llmrt.broker.settings import BrokerSettings
 from llmrt.cli.config import Section, flag_name, load
+from llmrt.cli.serving import serve_broker, serve_worker
 from llmrt.wire.errors import LlmrtError
 from llmrt.workers.settings import WorkerSettings
 
@@ -30,7 +31,7 @@ def main() -> None:
     gc.set_threshold(*_LOADING_THRESHOLDS)
     command, *arguments = sys.argv[1:]
     try:
-        sys.exit(_broker(arguments) if command == "broker" else _worker(arguments))
+        sys.exit(_serve(command, arguments))
     except LlmrtError as error:
         from llmrt.actor.exits import report
 
@@ -72,26 +73,10 @@ def _type_of(annotation: Any) -> Any:
     return next(kind for kind in kinds if kind is not NoneType)
 
 
-def _broker(arguments: Sequence[str]) -> int:
-    settings = load(BrokerSettings, *read_flags(BrokerSettings, arguments))
-    from llmrt.actor.log import configure
-    from llmrt.actor.runtime import run
-    from llmrt.actor.supervisor import announce_ready
-    from llmrt.broker.server import serve
-
-    configure("broker", level=settings.log_level)
-    return run(serve(settings, on_ready=lambda _clients, _workers: announce_ready()))
-
-
-def _worker(arguments: Sequence[str]) -> int:
-    settings = load(WorkerSettings, *read_flags(WorkerSettings, arguments))
-    from llmrt.actor.log import configure
-    from llmrt.actor.runtime import run
-    from llmrt.actor.supervisor import announce_ready
-    from llmrt.workers.server import serve
-
-    configure("worker", settings.worker_id, level=settings.log_level)
-    return run(serve(settings, on_ready=announce_ready))
+def _serve(command: str, arguments: Sequence[str]) -> int:
+    if command == "broker":
+        return serve_broker(load(BrokerSettings, *read_flags(BrokerSettings, arguments)))
+    return serve_worker(load(WorkerSettings, *read_flags(WorkerSettings, arguments)))
 
 
 if __name__ == "__main__":

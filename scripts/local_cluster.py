@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from llmrt.actor.process import PARENT_ENV
+from llmrt.actor.spawning import PARENT_ENV
 from llmrt.cli.cluster import are_linked
 from llmrt.client import Client
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from llmrt.actor.process import PARENT_ENV, this_process, watch_process
+from llmrt.actor.process import this_process, watch_process
+from llmrt.actor.spawning import PARENT_ENV
 from llmrt.wire.messages import ProcessName
 
 pytestmark = pytest.mark.integration

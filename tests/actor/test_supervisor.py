@@ -14,8 +14,6 @@ import psutil
 import pytest
 import uvloop
 
-from llmrt.actor.process import PARENT_ENV
-from llmrt.actor.spawning import PARENT_ENV as SPAWNED_PARENT_ENV
 from llmrt.actor.spawning import Child, spawn
 from llmrt.actor.supervisor import (
     ChildEvent,
@@ -255,10 +253,6 @@ def test_a_child_that_ended_before_anyone_looked_is_started_again() -> None:
     with pytest.raises(InternalError):
         asyncio.run(asyncio.wait_for(supervisor.run(), DEADLINE_S))
     assert [event.exit_code for event in events.of(Exited)] == [3, 3]
-
-
-def test_both_sides_name_the_parent_alike() -> None:
-    assert SPAWNED_PARENT_ENV == PARENT_ENV
 
 
 CHILD = """

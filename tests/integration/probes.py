@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from local_cluster import RunningCluster
 
-from llmrt.actor.process import PARENT_ENV
+from llmrt.actor.spawning import PARENT_ENV
 from llmrt.client import Client, StreamEvent
 
 _POLL_S = 0.02

@@ -11,7 +11,7 @@ import pytest
 from local_cluster import RunningCluster
 from tests.integration.probes import wait_until, wait_until_idle
 
-from llmrt.actor.process import PARENT_ENV
+from llmrt.actor.spawning import PARENT_ENV
 from llmrt.client import Client
 
 pytestmark = pytest.mark.integration

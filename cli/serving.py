@@ -1,0 +1,32 @@
+"""Runs a broker or a worker in this process, whoever read its settings."""
+
+import dataclasses
+
+from llmrt.broker.settings import BrokerSettings
+from llmrt.workers.settings import WorkerSettings
+
+
+def serve_broker(settings: BrokerSettings) -> int:
+    """Serve until told to stop; the exit code. Raises `LlmrtError` for settings that cannot be."""
+    from llmrt.actor.log import configure
+    from llmrt.actor.runtime import run
+    from llmrt.actor.supervisor import announce_ready
+    from llmrt.broker.server import serve
+
+    configure("broker", level=settings.log_level)
+    return run(serve(settings, on_ready=lambda _clients, _workers: announce_ready()))
+
+
+def serve_worker(settings: WorkerSettings) -> int:
+    """Serve until told to stop; the exit code. Raises `LlmrtError` for settings that cannot be."""
+    from llmrt.actor.log import configure
+    from llmrt.actor.runtime import run
+    from llmrt.actor.supervisor import announce_ready
+    from llmrt.workers.server import default_worker_id, serve
+
+    if settings.role == "colocated":
+        settings = dataclasses.replace(settings, role="both")
+    if settings.worker_id is None:
+        settings = dataclasses.replace(settings, worker_id=default_worker_id(settings.role))
+    configure("worker", settings.worker_id, level=settings.log_level)
+    return run(serve(settings, on_ready=announce_ready))
