@@ -19,7 +19,7 @@ class Bandwidth:
     """Reads a buffer of 1 GiB, far larger than any cache, with the threads that engines get."""
 
     def __init__(self, folder: Path, threads: int) -> None:
-        self._sum = _library(folder).sum
+        self._sum = library(folder).sum
         self._sum.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._sum.restype = ctypes.c_uint64
         self._buffer = mmap.mmap(-1, _GIB)
@@ -83,7 +83,8 @@ def describe() -> dict[str, object]:
     }
 
 
-def _library(folder: Path) -> ctypes.CDLL:
+def library(folder: Path) -> ctypes.CDLL:
+    """bandwidth.c, compiled into `folder` if it is not there. Raises `CalledProcessError`."""
     source, library = Path(__file__).with_name("bandwidth.c"), folder / "bandwidth.so"
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
         folder.mkdir(parents=True, exist_ok=True)
