@@ -1,18 +1,21 @@
 """The processes of a cluster on this host, and what is said about them."""
 
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from llmrt.actor.spawning import Child, Spawned
 from llmrt.cli.config import flag_name
-from llmrt.wire.errors import ModelNotFound
+from llmrt.wire.errors import InternalError, ModelNotFound
 
 if TYPE_CHECKING:
     from llmrt.actor.supervisor import ChildEvent, RestartBudget
     from llmrt.wire.messages import WorkerRow
+
+T = TypeVar("T")
 
 
 def broker_child(flags: Mapping[str, object], config: Path | None) -> Child:
@@ -113,6 +116,35 @@ class Cluster:
                 log.warning(
                     "child.exited", child=name, pid=pid, exit_code=exit_code, pause_s=pause_s
                 )
+
+
+async def while_serving(cluster: Cluster, work: "Callable[[], Awaitable[T]]") -> "T | int":
+    """What `work` returns, or the exit code of a child that has said on stderr why it ended.
+
+    No child is started again. Raises `InternalError` as `failed_code` does.
+    """
+    import asyncio
+
+    from llmrt.actor.supervisor import RestartBudget
+
+    serving = asyncio.ensure_future(cluster.run(lambda: RestartBudget(max_restarts=0)))
+    working = asyncio.ensure_future(work())
+    try:
+        await asyncio.wait([serving, working], return_when=asyncio.FIRST_COMPLETED)
+        return failed_code(cluster.exit_codes) if serving.done() else await working
+    finally:
+        working.cancel()
+        serving.cancel()
+        await asyncio.gather(working, serving, return_exceptions=True)
+
+
+def failed_code(exit_codes: Mapping[str, int]) -> int:
+    """That of the child that ended first; raises `InternalError` for one that could not say why."""
+    name, code = next(iter(exit_codes.items()))
+    if code <= 0:
+        how = f"was ended by {signal.Signals(-code).name}" if code else "ended before it answered"
+        raise InternalError(f"{name} {how}: if nobody did that, look for a lack of memory (dmesg)")
+    return code
 
 
 def _child(

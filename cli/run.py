@@ -1,6 +1,5 @@
 """`llmrt run`: from a model file to an answer in one command, with nothing left running."""
 
-import signal
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -9,7 +8,7 @@ import typer
 
 from llmrt.actor.spawning import spawn
 from llmrt.cli.answers import Answer, given, has_chat_template, show, summary
-from llmrt.cli.cluster import Cluster, broker_child, check_model, worker_child
+from llmrt.cli.cluster import Cluster, broker_child, check_model, while_serving, worker_child
 from llmrt.cli.config import load
 from llmrt.cli.options import (
     SAMPLING,
@@ -19,7 +18,6 @@ from llmrt.cli.options import (
     with_sampling,
     with_settings,
 )
-from llmrt.wire.errors import InternalError
 from llmrt.workers.settings import WorkerSettings
 
 # One answer needs no more, and making a large arena takes longer than the answer (0.8 s/GB).
@@ -98,13 +96,9 @@ async def _answer(
     as_json: bool,
 ) -> Answer | int:
     """The answer, or the exit code of a child that has said on stderr why it ended."""
-    import asyncio
-
-    from llmrt.actor.supervisor import RestartBudget
+    from llmrt.client import AsyncClient
 
     async def ask() -> Answer:
-        from llmrt.client import AsyncClient
-
         await cluster.ready.wait()
         async with AsyncClient(broker) as client:
             if is_raw or not await has_chat_template(client):
@@ -113,23 +107,4 @@ async def _answer(
                 stream = client.chat_stream([{"role": "user", "content": text}], **sampling)
             return await show(stream, as_json=as_json)
 
-    serving = asyncio.create_task(cluster.run(lambda: RestartBudget(max_restarts=0)))
-    asking = asyncio.create_task(ask())
-    try:
-        await asyncio.wait([serving, asking], return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            return failed_code(cluster.exit_codes)
-        return await asking
-    finally:
-        asking.cancel()
-        serving.cancel()
-        await asyncio.gather(asking, serving, return_exceptions=True)
-
-
-def failed_code(exit_codes: Mapping[str, int]) -> int:
-    """That of the child that ended first; raises `InternalError` for one that could not say why."""
-    name, code = next(iter(exit_codes.items()))
-    if code <= 0:
-        how = f"was ended by {signal.Signals(-code).name}" if code else "ended before it answered"
-        raise InternalError(f"{name} {how}: if nobody did that, look for a lack of memory (dmesg)")
-    return code
+    return await while_serving(cluster, ask)

@@ -7,7 +7,6 @@ block table. C checks all of it before it writes anything.
 import ctypes
 import struct
 import weakref
-from array import array
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
@@ -21,22 +20,27 @@ from llmrt.engine.batch import (
     Batch,
     Drawn,
     Row,
-    SampleSpec,
-    SequenceId,
     StepResult,
 )
 from llmrt.engine.cpu_cores import num_cores
 from llmrt.engine.cpu_program import CpuProgram
-from llmrt.engine.sampler import draw_row
+from llmrt.engine.device_parts import (
+    check_new_arena,
+    no_arena,
+    out_of_range,
+    short_table,
+    unknown_arena,
+    unknown_block,
+    unknown_token,
+    wrong_arrays,
+)
+from llmrt.engine.sampler import draw_row, takes_best
 from llmrt.kernels.cpu import library as c
 from llmrt.wire.errors import ConfigError, LlmrtError
-from llmrt.wire.kv import BLOCK_TOKENS
-from llmrt.wire.sampling import SamplingParams
 
 Logits = npt.NDArray[np.float32]
 # Changes with anything that changes a bit of a result.
 REVISION = 1
-_WARM_UP_ARENA = ArenaId("warm-up")
 _UINT32_BYTES = 4
 _MIN_ROWS = 16
 # One row as in `c.ROW`: filling a numpy array takes several times as long.
@@ -104,13 +108,7 @@ class CpuDevice:
 
         Raises `ValueError` if the arena exists or the buffer is not a whole number of blocks.
         """
-        if arena in self._arenas:
-            raise ValueError(f"arena {arena!r} was added before: remove it first")
-        if buffer.readonly or not buffer.nbytes or buffer.nbytes % self.kv_block_bytes:
-            raise ValueError(
-                f"arena {arena!r} has {buffer.nbytes} bytes{' read-only' * buffer.readonly}: "
-                f"a writable multiple of {self.kv_block_bytes} is needed"
-            )
+        check_new_arena(arena, buffer, self._arenas, self.kv_block_bytes)
         memory = np.frombuffer(buffer, np.uint8)
         num_blocks = memory.size // self.kv_block_bytes
         self._arenas[arena] = _Arena(memory, memory.ctypes.data, num_blocks)
@@ -118,7 +116,7 @@ class CpuDevice:
     def remove_arena(self, arena: ArenaId) -> None:
         """Forget an arena and let go of its buffer. Raises `ValueError` if there is none."""
         if self._arenas.pop(arena, None) is None:
-            raise ValueError(f"there is no arena {arena!r}")
+            raise no_arena(arena)
 
     def run(self, batch: Batch) -> StepResult:
         """Execute one step. Raises `ValueError`, with nothing written, if a row is out of bounds.
@@ -134,7 +132,7 @@ class CpuDevice:
             if sample is None:
                 continue
             idx = len(drawn)
-            if best[idx] >= 0 and _takes_best(sample):
+            if best[idx] >= 0 and takes_best(sample):
                 drawn.append(Drawn(row.sequence_id, best[idx]))
                 continue
             try:
@@ -159,17 +157,6 @@ class CpuDevice:
         num_logits = self._step(batch, wants_all=True)
         return self._logits[:num_logits].copy()
 
-    def warm_up(self) -> None:
-        """Run tiny steps of both kinds, so that the first request finds everything set up."""
-        num_tokens = min(BLOCK_TOKENS, self.max_context)
-        self.add_arena(_WARM_UP_ARENA, memoryview(bytearray(self.kv_block_bytes)))
-        prompt = array("I", [0]) * num_tokens
-        sample = SampleSpec(SamplingParams(), 0, num_tokens, prompt, num_tokens)
-        for start in (0, num_tokens - 1):
-            row = Row(SequenceId(0), _WARM_UP_ARENA, prompt[start:], start, array("I", [0]), sample)
-            self.run(Batch(0, (row,)))
-        self.remove_arena(_WARM_UP_ARENA)
-
     def _step(self, batch: Batch, *, wants_all: bool = False) -> int:
         """Compute a step; its logits and best tokens lie in the first so many of the buffers.
 
@@ -184,13 +171,11 @@ class CpuDevice:
         for i, row in enumerate(rows):
             arena = self._arenas.get(row.arena)
             if arena is None:
-                raise ValueError(
-                    f"{_name(row)} is in arena {row.arena!r}: only {list(self._arenas)} exist"
-                )
+                raise unknown_arena(row, self._arenas)
             if not 0 <= row.start < self.max_context:  # also: no more than C's integers hold
-                raise self._out_of_range(row)
+                raise out_of_range(row, self.max_context)
             if not row.token_ids.itemsize == row.blocks.itemsize == _UINT32_BYTES:
-                raise ValueError(f"{_name(row)} has tokens or blocks that are no array of 'I'")
+                raise wrong_arrays(row)
             table, num_table = row.blocks.buffer_info()
             num_tokens = len(row.token_ids)
             num_wanted = num_tokens if wants_all else int(row.sample is not None)
@@ -231,32 +216,20 @@ class CpuDevice:
             self._batch.logits = self._logits.ctypes.data
             self._batch.best = self._best.ctypes.data
 
-    def _out_of_range(self, row: Row) -> ValueError:
-        return ValueError(
-            f"{_name(row)} computes positions {row.start} to {row.start + len(row.token_ids)}: at "
-            f"least one token, below the context of {self.max_context}, is needed"
-        )
-
     def _fault(self, rows: Sequence[Row], status: int) -> Exception:
         """What C refused, in words; `_bad` has the row."""
         if status == c.StepError.NO_MEMORY:
             return MemoryError(f"a step of {sum(len(row.token_ids) for row in rows)} tokens")
         row = rows[self._bad.value]
-        name, end = _name(row), row.start + len(row.token_ids)
         if status == c.StepError.BAD_RANGE:
-            return self._out_of_range(row)
+            return out_of_range(row, self.max_context)
         if status == c.StepError.BAD_TABLE:
-            return ValueError(f"{name} ends at token {end}, past its {len(row.blocks)} blocks")
+            return short_table(row)
         if status == c.StepError.BAD_BLOCK:
-            num_blocks = self._arenas[row.arena].num_blocks
-            bad = next(block for block in row.blocks if block >= num_blocks)
-            return ValueError(
-                f"{name} names block {bad} of arena {row.arena!r}, which has {num_blocks}"
-            )
+            return unknown_block(row, self._arenas[row.arena].num_blocks)
         if status == c.StepError.BAD_TOKEN:
-            bad = next(token for token in row.token_ids if token >= self._vocab_size)
-            return ValueError(f"{name} has token {bad}: the vocabulary has {self._vocab_size}")
-        return AssertionError(f"llmrt_step says {status} of {name}")
+            return unknown_token(row, self._vocab_size)
+        return AssertionError(f"llmrt_step says {status} of sequence {row.sequence_id}")
 
 
 def choose_family(name: str | None) -> c.Family:
@@ -269,24 +242,6 @@ def choose_family(name: str | None) -> c.Family:
             return family
     names = ", ".join(family.name for family in usable)
     raise ConfigError(f"cpu_family is {name!r}: this CPU and build can run {names}")
-
-
-def _takes_best(sample: SampleSpec) -> bool:
-    """The token drawn is the one with the highest logit, and nothing more is wanted."""
-    params = sample.params
-    return (
-        (params.temperature == 0.0 or params.top_k == 1)
-        and params.repetition_penalty == 1.0
-        and params.presence_penalty == 0.0
-        and params.frequency_penalty == 0.0
-        and params.logprobs is None
-        and not params.logit_bias
-        and not sample.banned
-    )
-
-
-def _name(row: Row) -> str:
-    return f"sequence {row.sequence_id}"
 
 
 def _free(library: ctypes.CDLL, engine: int, program: CpuProgram) -> None:

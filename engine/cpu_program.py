@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llmrt.engine.cpu_weights import check_model, prefixes
+from llmrt.engine.cpu_weights import check_model, prefixes, weight_requests
 from llmrt.kernels.cpu import library as c
-from llmrt.models.packing import PackedWeights
+from llmrt.models.loading import OpenedModel
+from llmrt.models.packed_file import load_packed
+from llmrt.models.packing import PackedWeights, Progress
 from llmrt.models.spec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
 from llmrt.wire.errors import ConfigError
 
@@ -87,6 +89,23 @@ class CpuProgram:
         )
         self._kept = builder.kept
         self.address = ctypes.addressof(self._struct)
+
+
+def load_program(
+    model: OpenedModel,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    max_context: int,
+    progress: Progress | None = None,
+) -> tuple[CpuProgram, PackedWeights]:
+    """The program of a model over its packed weights, which are packed if nobody did before.
+
+    Raises `ConfigError` as `weight_requests` and `CpuProgram` do, and `ModelError`.
+    """
+    requests = weight_requests(model.spec, model.tensors, dtype)
+    packed = load_packed(model, requests, progress)
+    return CpuProgram(model.spec, packed, kv_dtype=kv_dtype, max_context=max_context), packed
 
 
 def _widths(spec: ModelSpec) -> list[int]:

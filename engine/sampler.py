@@ -66,13 +66,19 @@ def draw_row(logits: npt.NDArray[np.float32], spec: SampleSpec) -> Draw:
     best = int(scores.argmax())
     if scores[best] == -np.inf:
         raise InvalidRequest(f"all {len(scores)} tokens are banned at position {spec.position}")
-    if params.temperature == 0.0 or params.top_k == 1:
+    if _is_greedy(params):
         token_id = best
     else:
         token_id = _sample(scores, best, params, uniform(spec.seed, spec.position))
     if params.logprobs is None:
         return token_id, None
     return token_id, _logprobs(logits, token_id, params.logprobs)
+
+
+def takes_best(spec: SampleSpec) -> bool:
+    """Whether `draw_row` gives the highest logit's token and nothing else, if all are finite."""
+    params = spec.params
+    return _is_greedy(params) and params.logprobs is None and not _is_adjusted(spec)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -93,22 +99,37 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.temperature == 0.0 or params.top_k == 1
+
+
+def _repeats(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0
+
+
+def _counts(params: SamplingParams) -> bool:
+    return params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def _is_adjusted(spec: SampleSpec) -> bool:
+    params = spec.params
+    return bool(params.logit_bias or spec.banned or _repeats(params) or _counts(params))
+
+
 def _adjusted(logits: npt.NDArray[np.float32], spec: SampleSpec) -> Scores:
     """Logits after bias, penalties and bans; the very same array if there are none."""
-    params = spec.params
-    repeats = params.repetition_penalty != 1.0
-    counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    if not (params.logit_bias or repeats or counts or spec.banned):
+    if not _is_adjusted(spec):
         return logits
+    params = spec.params
     scores = logits.astype(np.float64)
     if params.logit_bias:
         ids = _checked(list(params.logit_bias), "logit_bias", len(scores))
         scores[ids] += list(params.logit_bias.values())
-    if repeats:
+    if _repeats(params):
         seen = np.unique(_checked(spec.token_ids, "the sequence", len(scores)))
         penalty = params.repetition_penalty
         scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
-    if counts:
+    if _counts(params):
         generated = _checked(spec.token_ids[spec.num_prompt :], "the sequence", len(scores))
         ids, times = np.unique(generated, return_counts=True)
         scores[ids] -= params.presence_penalty + params.frequency_penalty * times

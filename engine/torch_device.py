@@ -4,7 +4,6 @@ A batch of any prefill chunks and decodes is one forward over its tokens laid en
 products with weights see all of them at once, attention goes row by row or decodes together.
 """
 
-from array import array
 from collections.abc import Callable
 from time import perf_counter
 
@@ -17,9 +16,16 @@ from llmrt.engine.batch import (
     Batch,
     Drawn,
     Row,
-    SampleSpec,
-    SequenceId,
     StepResult,
+)
+from llmrt.engine.device_parts import (
+    check_new_arena,
+    no_arena,
+    out_of_range,
+    short_table,
+    unknown_arena,
+    unknown_block,
+    unknown_token,
 )
 from llmrt.engine.sampler import draw
 from llmrt.engine.torch_decoder import TorchDecoder
@@ -29,11 +35,9 @@ from llmrt.kernels.torch_ops import arena_pages
 from llmrt.models.tensors import WeightFile
 from llmrt.wire.errors import ConfigError
 from llmrt.wire.kv import BLOCK_TOKENS
-from llmrt.wire.sampling import SamplingParams
 
 _KV_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 _DTYPES = ("auto", "bf16", "f32")
-_WARM_UP_ARENA = ArenaId("warm-up")
 
 
 class TorchDevice:
@@ -101,20 +105,14 @@ class TorchDevice:
 
         Raises `ValueError` if the arena exists or the buffer is not a whole number of blocks.
         """
-        if arena in self._arenas:
-            raise ValueError(f"arena {arena!r} was added before: remove it first")
-        if buffer.readonly or not buffer.nbytes or buffer.nbytes % self.kv_block_bytes:
-            raise ValueError(
-                f"arena {arena!r} has {buffer.nbytes} bytes{' read-only' * buffer.readonly}: "
-                f"a writable multiple of {self.kv_block_bytes} is needed"
-            )
+        check_new_arena(arena, buffer, self._arenas, self.kv_block_bytes)
         flat = torch.frombuffer(buffer, dtype=self._kv_dtype)
         self._arenas[arena] = arena_pages(flat, **self._page_shape)
 
     def remove_arena(self, arena: ArenaId) -> None:
         """Forget an arena and let go of its buffer. Raises `ValueError` if there is none."""
         if self._arenas.pop(arena, None) is None:
-            raise ValueError(f"there is no arena {arena!r}")
+            raise no_arena(arena)
 
     def run(self, batch: Batch) -> StepResult:
         """Execute one step. Raises `ValueError`, with nothing written, if a row is out of bounds.
@@ -147,39 +145,20 @@ class TorchDevice:
                 return np.empty((0, self._vocab_size), np.float32)
             return self._decoder.logits(hidden[step.sampled]).numpy()
 
-    def warm_up(self) -> None:
-        """Run tiny steps of both kinds, so that the first request finds everything set up."""
-        num_tokens = min(BLOCK_TOKENS, self.max_context)
-        self.add_arena(_WARM_UP_ARENA, memoryview(bytearray(self.kv_block_bytes)))
-        prompt = array("I", [0]) * num_tokens
-        sample = SampleSpec(SamplingParams(), 0, num_tokens, prompt, num_tokens)
-        for start in (0, num_tokens - 1):
-            row = Row(SequenceId(0), _WARM_UP_ARENA, prompt[start:], start, array("I", [0]), sample)
-            self.run(Batch(0, (row,)))
-        self.remove_arena(_WARM_UP_ARENA)
-
     def _check(self, row: Row) -> None:
         pages = self._arenas.get(row.arena)
-        name = f"sequence {row.sequence_id}"
         if pages is None:
-            raise ValueError(f"{name} is in arena {row.arena!r}: only {list(self._arenas)} exist")
+            raise unknown_arena(row, self._arenas)
         end = row.start + len(row.token_ids)
         if not 0 <= row.start < end <= self.max_context:
-            raise ValueError(
-                f"{name} computes positions {row.start} to {end}: at least one token, below the "
-                f"context of {self.max_context}, is needed"
-            )
+            raise out_of_range(row, self.max_context)
         if len(row.blocks) * BLOCK_TOKENS < end:
-            raise ValueError(f"{name} ends at token {end}, past its {len(row.blocks)} blocks")
+            raise short_table(row)
         num_blocks = pages[0].heads.shape[0]
         if not 0 <= min(row.blocks) <= max(row.blocks) < num_blocks:
-            bad = next(block for block in row.blocks if not 0 <= block < num_blocks)
-            raise ValueError(
-                f"{name} names block {bad} of arena {row.arena!r}, which has {num_blocks}"
-            )
+            raise unknown_block(row, num_blocks)
         if not 0 <= min(row.token_ids) <= max(row.token_ids) < self._vocab_size:
-            bad = next(token for token in row.token_ids if not 0 <= token < self._vocab_size)
-            raise ValueError(f"{name} has token {bad}: the vocabulary has {self._vocab_size}")
+            raise unknown_token(row, self._vocab_size)
 
 
 def _numerics_id(dtype: str, kv_dtype: str, *, has_int4: bool) -> str:

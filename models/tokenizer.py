@@ -12,6 +12,7 @@ import tokenizers
 
 from llmrt.models.gguf_tokenizer import parts_from_gguf
 from llmrt.models.hf_tokenizer import parts_from_files
+from llmrt.models.loading import OpenedModel
 from llmrt.models.tokenizer_parts import SPACE_MARK, TokenizerParts
 from llmrt.wire.errors import InvalidRequest
 
@@ -62,6 +63,13 @@ class Tokenizer:
         self.max_token_bytes = max(map(len, parts.spelled), default=1)
         self.chat_template = parts.chat_template
         self.tokenizer_hash = hashlib.sha256(parts.identity).hexdigest()
+
+    @classmethod
+    def of_model(cls, model: OpenedModel) -> "Tokenizer":
+        """Raises `ModelError` as the reader of the model's format does."""
+        if model.format == "gguf":
+            return cls.from_gguf(model.metadata)
+        return cls.from_files(model.path)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":

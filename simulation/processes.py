@@ -1,5 +1,6 @@
 """Simulated processes: the real machines, each with a shell of a few lines over the `World`."""
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ class Surroundings(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Process:
+class Process(ABC):
     """One life of a machine. After `kill` nothing reaches it and nothing leaves it."""
 
     cluster: Surroundings
@@ -77,8 +78,9 @@ class Process:
             self.machine.check()
         self._arm()
 
+    @abstractmethod
     def perform(self, effect: Any) -> None:
-        raise NotImplementedError
+        """Carry out one effect of the machine."""
 
     def _arm(self) -> None:
         deadline = self.machine.next_deadline()

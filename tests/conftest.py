@@ -12,6 +12,7 @@ import msgspec
 import psutil
 import pytest
 
+from llmrt.kernels.cpu import library
 from llmrt.simulation.content import CONTRACT
 from llmrt.wire.kv import KvContract
 
@@ -33,6 +34,15 @@ def smollm2_path() -> Path:
     fetch = [sys.executable, str(ROOT / "scripts/fetch_model")]
     done = subprocess.run(fetch, stdout=subprocess.PIPE, text=True, check=True)
     return Path(done.stdout.strip())
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where no compiler was: the compiled step is not there."""
+    monkeypatch.setattr(library, "PATH", Path("/none/libllmrt_cpu.so"))
+    library.library.cache_clear()
+    yield
+    library.library.cache_clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

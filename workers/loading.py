@@ -13,15 +13,15 @@ import structlog
 
 from llmrt.engine.batch import LOCAL_ARENA, Device
 from llmrt.engine.cpu_device import CpuDevice, choose_family
-from llmrt.engine.cpu_program import CpuProgram, check_kv_dtype
-from llmrt.engine.cpu_weights import check_model, weight_requests
+from llmrt.engine.cpu_program import check_kv_dtype, load_program
+from llmrt.engine.cpu_weights import check_model
+from llmrt.engine.device_parts import warm_up
 from llmrt.kernels.cpu.library import LibraryMissing, best_family
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.host_memory import available_bytes
 from llmrt.kvtransfer.layout import blocks_for
 from llmrt.models.chat_template import ChatTemplate
 from llmrt.models.loading import OpenedModel, open_model
-from llmrt.models.packed_file import load_packed
 from llmrt.models.spec import ModelSpec
 from llmrt.models.tokenizer import Tokenizer
 from llmrt.wire.envelope import MAJOR
@@ -79,7 +79,7 @@ def load_model(
     max_context = _max_context(settings, spec)
     opened_s = time.perf_counter() - started
     with ThreadPoolExecutor(2, thread_name_prefix="load") as pool:
-        tokenizer_made = pool.submit(_tokenizer, opened)
+        tokenizer_made = pool.submit(Tokenizer.of_model, opened)
         arena_made = pool.submit(_make_arena, settings, spec, max_context, generation)
         ready = _make_device(settings, opened, max_context, progress)
         arena, tokenizer = arena_made.result(), tokenizer_made.result()
@@ -123,12 +123,6 @@ def _remote_code_note(settings: WorkerSettings, spec: ModelSpec) -> list[str]:
     if not settings.trust_remote_code:
         return []
     return [f"trust_remote_code runs nothing: the built-in {spec.architecture} is used"]
-
-
-def _tokenizer(opened: OpenedModel) -> Tokenizer:
-    if opened.format == "gguf":
-        return Tokenizer.from_gguf(opened.metadata)
-    return Tokenizer.from_files(opened.path)
 
 
 def _template(tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -175,13 +169,15 @@ def _cpu_device(
 ) -> _Ready:
     family = choose_family(settings.cpu_family)
     check_kv_dtype(settings.kv_cache_dtype)
-    requests = weight_requests(opened.spec, opened.tensors, settings.dtype)
-    packed = load_packed(opened, requests, progress)
-    program = CpuProgram(
-        opened.spec, packed, kv_dtype=settings.kv_cache_dtype, max_context=max_context
+    program, packed = load_program(
+        opened,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_cache_dtype,
+        max_context=max_context,
+        progress=progress,
     )
     device = CpuDevice(program, family=family.name, threads=settings.threads)
-    device.warm_up()
+    warm_up(device)
     return _Ready(device, packed.weights_hash, packed.notes)
 
 
@@ -215,7 +211,7 @@ def _torch_device(
             threads=settings.threads,
             progress=progress,
         )
-        device.warm_up()
+        warm_up(device)
         return _Ready(device, hashed.result())
 
 

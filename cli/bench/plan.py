@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmrt.kvtransfer.layout import blocks_for
 from llmrt.wire.errors import ConfigError
 from llmrt.wire.kv import BLOCK_TOKENS
 
@@ -113,13 +114,9 @@ def make_points(settings: BenchSettings) -> list[Point]:
 
 def kv_tokens_for(points: list[Point]) -> int:
     """Tokens that an arena must hold so that no request of any point waits for room."""
-
-    def rounded(tokens: int) -> int:
-        return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
-
     return max(
         # A block more: the one that the next token will need.
-        (point.concurrency or point.num_prompts) * (rounded(point.context) + BLOCK_TOKENS)
+        (point.concurrency or point.num_prompts) * (blocks_for(point.context) + 1) * BLOCK_TOKENS
         for point in points
     )
 

@@ -1,14 +1,17 @@
 """A cluster of its own for one measurement, with nothing left running."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from llmrt.actor.supervisor import RestartBudget
 from llmrt.cli.bench.subject import SPLIT
-from llmrt.cli.cluster import Cluster, broker_child, wait_until_linked, worker_child
-from llmrt.cli.run import failed_code
+from llmrt.cli.cluster import (
+    Cluster,
+    broker_child,
+    wait_until_linked,
+    while_serving,
+    worker_child,
+)
 from llmrt.wire.errors import InternalError
 
 
@@ -36,7 +39,7 @@ async def with_private_cluster(
             worker_child(f"{role}-0", role, worker_flags, config) for role in roles_of(layout)
         ]
         cluster = Cluster([broker_child(broker_flags, config), *children])
-        return await _while_serving(cluster, lambda: _started(cluster, broker, layout, work))
+        return await while_serving(cluster, lambda: _started(cluster, broker, layout, work))
 
 
 async def _started(
@@ -46,15 +49,3 @@ async def _started(
     if layout == SPLIT and not await wait_until_linked(broker, 1):
         raise InternalError("the workers have not met: the layout would not be the one asked for")
     return await work(broker)
-
-
-async def _while_serving(cluster: Cluster, work: Callable[[], Awaitable[int]]) -> int:
-    serving = asyncio.ensure_future(cluster.run(lambda: RestartBudget(max_restarts=0)))
-    working = asyncio.ensure_future(work())
-    try:
-        await asyncio.wait([serving, working], return_when=asyncio.FIRST_COMPLETED)
-        return failed_code(cluster.exit_codes) if serving.done() else await working
-    finally:
-        working.cancel()
-        serving.cancel()
-        await asyncio.gather(working, serving, return_exceptions=True)

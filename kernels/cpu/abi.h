@@ -102,7 +102,6 @@ typedef struct {
     int32_t rotary_dim;
     int32_t is_interleaved; /* pairs (2i, 2i + 1), else (i, i + rotary_dim / 2) */
     float factor;           /* multiplies cos and sin */
-    int32_t reserved;
 } llmrt_rope;
 
 typedef struct {

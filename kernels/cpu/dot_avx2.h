@@ -15,8 +15,6 @@ INLINE __m256i broadcast4(const int8_t *p) {
 /* Keeps the compiler from adding in another order, for which it would need more registers. */
 #define IN_ORDER(x) __asm__("" : "+x"(x))
 
-INLINE int has_minimum(int format) { return format == LLMRT_Q4M || format == LLMRT_Q8M; }
-
 /* Exact sums of a group: a[h][t] = sum over 32 columns of q * x, for 8 rows each at `w` and,
  * if there are two halves, 32 bytes on. */
 INLINE void group_dot(const int format, const int num_tokens, const int num_halves,
@@ -70,17 +68,16 @@ INLINE void group_dot(const int format, const int num_tokens, const int num_halv
 INLINE void strip_halves(const int format, const int num_tokens, const int half,
                          const int num_halves, const uint8_t *w, const prepared *in,
                          int64_t token, int64_t columns, strip_result *y) {
-    const int q_bytes = format <= LLMRT_Q4M ? 256 : 512;
-    const int group_bytes = q_bytes + (has_minimum(format) ? 64 : 32);
+    const int q_bytes = weight_bytes(format), stride = group_bytes(format);
     const int64_t groups = columns / LLMRT_GROUP;
     __m256 f[2][TILE_TOKENS];
     UNROLL
     for (int h = 0; h < num_halves; h++)
         UNROLL
         for (int t = 0; t < num_tokens; t++) f[h][t] = _mm256_setzero_ps();
-    for (int64_t g = 0; g < groups; g++, w += group_bytes) {
-        for (int ahead = 0; ahead < group_bytes && num_tokens == 1; ahead += 64)
-            __builtin_prefetch(w + 4 * group_bytes + ahead);
+    for (int64_t g = 0; g < groups; g++, w += stride) {
+        for (int ahead = 0; ahead < stride && num_tokens == 1; ahead += 64)
+            __builtin_prefetch(w + 4 * stride + ahead);
         __m256i a[2][TILE_TOKENS];
         group_dot(format, num_tokens, num_halves, w + 32 * half,
                   in->q + token * columns + LLMRT_GROUP * g, columns, a);

@@ -8,8 +8,6 @@ INLINE __m512i broadcast4(const int8_t *p) {
     return _mm512_set1_epi32(quad);
 }
 
-INLINE int has_minimum(int format) { return format == LLMRT_Q4M || format == LLMRT_Q8M; }
-
 /* Exact sums of a group: a[t] = sum over 32 columns of q * x, for 16 rows at `w`. The product
  * takes unsigned weights: 8-bit ones are moved up by 128, of which `sum` takes the part out. */
 INLINE void group_dot(const int format, const int num_tokens, const uint8_t *w, const int8_t *x,
@@ -47,15 +45,14 @@ INLINE void group_dot(const int format, const int num_tokens, const uint8_t *w, 
 
 INLINE void strip_int(const int format, const int num_tokens, const uint8_t *w,
                       const prepared *in, int64_t token, int64_t columns, strip_result *y) {
-    const int q_bytes = format <= LLMRT_Q4M ? 256 : 512;
-    const int group_bytes = q_bytes + (has_minimum(format) ? 64 : 32);
+    const int q_bytes = weight_bytes(format), stride = group_bytes(format);
     const int64_t groups = columns / LLMRT_GROUP;
     __m512 f[TILE_TOKENS];
     UNROLL
     for (int t = 0; t < num_tokens; t++) f[t] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < groups; g++, w += group_bytes) {
-        for (int ahead = 0; ahead < group_bytes && num_tokens == 1; ahead += 64)
-            __builtin_prefetch(w + 4 * group_bytes + ahead);
+    for (int64_t g = 0; g < groups; g++, w += stride) {
+        for (int ahead = 0; ahead < stride && num_tokens == 1; ahead += 64)
+            __builtin_prefetch(w + 4 * stride + ahead);
         __m512i a[TILE_TOKENS];
         int64_t first = token * groups + g;
         group_dot(format, num_tokens, w, in->q + token * columns + LLMRT_GROUP * g,

@@ -2,8 +2,6 @@
 
 #define TILE_TOKENS 4
 
-INLINE int has_minimum(int format) { return format == LLMRT_Q4M || format == LLMRT_Q8M; }
-
 /* The weights of a group as bytes [8 quads][16 rows][4]. */
 INLINE void unpack_group(const int format, const uint8_t *w, int8_t *q) {
     if (format > LLMRT_Q4M) {
@@ -19,12 +17,11 @@ INLINE void unpack_group(const int format, const uint8_t *w, int8_t *q) {
 
 INLINE void strip_int(const int format, const int num_tokens, const uint8_t *w,
                       const prepared *in, int64_t token, int64_t columns, strip_result *y) {
-    const int q_bytes = format <= LLMRT_Q4M ? 256 : 512;
-    const int group_bytes = q_bytes + (has_minimum(format) ? 64 : 32);
+    const int q_bytes = weight_bytes(format), stride = group_bytes(format);
     const int64_t groups = columns / LLMRT_GROUP;
     vf f[TILE_TOKENS];
     for (int t = 0; t < num_tokens; t++) f[t] = vf_zero();
-    for (int64_t g = 0; g < groups; g++, w += group_bytes) {
+    for (int64_t g = 0; g < groups; g++, w += stride) {
         int8_t q[512];
         unpack_group(format, w, q);
         vf d = vf_load_f16((const uint16_t *)(w + q_bytes));

@@ -23,9 +23,9 @@ static void unpack_row(int64_t format, const uint8_t *w, int64_t lane, float *ou
         }
         return;
     }
-    int is_4bit = format <= LLMRT_Q4M, has_min = format == LLMRT_Q4M || format == LLMRT_Q8M;
-    const uint8_t *scales = w + (is_4bit ? 256 : 512) + 2 * lane;
-    float d = f16_value(scales), m = has_min ? f16_value(scales + 32) : 0.0f;
+    int is_4bit = format <= LLMRT_Q4M;
+    const uint8_t *scales = w + weight_bytes(format) + 2 * lane;
+    float d = f16_value(scales), m = has_minimum(format) ? f16_value(scales + 32) : 0.0f;
     if (format == LLMRT_Q4) m = -8.0f * d;
     for (int c = 0; c < LLMRT_GROUP; c++) {
         int quad = c / 4, q;
@@ -48,7 +48,7 @@ static void embed(llmrt_engine *engine, const llmrt_op *op, atomic_long *work) {
         const uint8_t *w = weight->data + id / LLMRT_STRIP * bytes;
         float *out = engine->buffers[op->out] + token * width;
         for (int64_t g = 0; g < groups; g++)
-            unpack_row(weight->format, w + g * group_bytes_of(weight->format), id % LLMRT_STRIP,
+            unpack_row(weight->format, w + g * group_bytes(weight->format), id % LLMRT_STRIP,
                        out + LLMRT_GROUP * g);
         for (int64_t i = 0; i < weight->columns; i++) out[i] *= op->scale;
     }

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "abi.h"
+#include "format.h"
 #include "pool.h"
 
 /* Loops over registers must be unrolled, whatever the compiler thinks of it. */
@@ -101,14 +102,12 @@ typedef struct llmrt_family {
 
 extern const llmrt_family llmrt_avx512, llmrt_avx2, llmrt_portable;
 
-INLINE int64_t group_bytes_of(int64_t format) {
-    static const int64_t bytes[LLMRT_NUM_FORMATS] = {288, 320, 544, 576, 1024, 2048};
-    return bytes[format];
+/* How many tokens a product takes: those whose logits are wanted, for the head. */
+INLINE int64_t num_inputs(const llmrt_engine *engine, const llmrt_op *op) {
+    return op->out == LLMRT_OUT_LOGITS ? engine->num_wanted : engine->num_tokens;
 }
-/* Strips begin at multiples of 64 bytes. */
-INLINE int64_t strip_bytes(int64_t columns, int64_t format) {
-    return (columns / LLMRT_GROUP * group_bytes_of(format) + 63) / 64 * 64;
-}
+/* Few tokens are prepared by each thread for itself, which saves a barrier. */
+INLINE int is_private(int64_t num_tokens) { return num_tokens <= PRIVATE_TOKENS; }
 
 INLINE int64_t kv_element_bytes(int64_t format) {
     return format == LLMRT_KV_F32 ? 4 : format == LLMRT_KV_BF16 ? 2 : 1;

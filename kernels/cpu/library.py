@@ -122,7 +122,6 @@ class Rope(ctypes.Structure):
         ("rotary_dim", c_int32),
         ("is_interleaved", c_int32),
         ("factor", c_float),
-        ("reserved", c_int32),
     )
 
 

@@ -8,6 +8,7 @@
  * largest float16; infinities and NaNs stay, so that the logits show that the file is damaged.
  */
 #include "abi.h"
+#include "format.h"
 
 #include <string.h>
 
@@ -349,20 +350,7 @@ static inline void write_group(const group *from, int64_t format, int r, uint8_t
     for (int i = 0; i < num_words; i++) memcpy(out + 4 * (STRIP * i + r), quads + i, 4);
     uint8_t *scales = out + 4 * STRIP * num_words;
     memcpy(scales + 2 * r, &from->d, 2);
-    if (format == LLMRT_Q4M || format == LLMRT_Q8M) memcpy(scales + 2 * (STRIP + r), &from->m, 2);
-}
-
-static int64_t group_bytes(int64_t format) {
-    static const int32_t BYTES[] = {
-        [LLMRT_Q4] = STRIP * (GROUP / 2 + 2), [LLMRT_Q4M] = STRIP * (GROUP / 2 + 4),
-        [LLMRT_Q8] = STRIP * (GROUP + 2),     [LLMRT_Q8M] = STRIP * (GROUP + 4),
-        [LLMRT_BF16] = STRIP * GROUP * 2,     [LLMRT_F32] = STRIP * GROUP * 4,
-    };
-    return BYTES[format];
-}
-
-static int64_t strip_bytes(int64_t columns, int64_t format) {
-    return (columns / GROUP * group_bytes(format) + 63) & ~(int64_t)63;
+    if (has_minimum(format)) memcpy(scales + 2 * (STRIP + r), &from->m, 2);
 }
 
 /* `num_rows` rows of `row_bytes` bytes as integers; `read` is NULL if they must be quantized. */

@@ -42,13 +42,6 @@ static void prepare_token(const llmrt_engine *engine, const llmrt_op *op, int64_
                  out->scale + place * groups, out->scaled_sum + place * groups);
 }
 
-/* Few tokens are prepared by each thread for itself, which saves a barrier. */
-INLINE int is_private(int64_t num_tokens) { return num_tokens <= PRIVATE_TOKENS; }
-
-INLINE int64_t num_inputs(const llmrt_engine *engine, const llmrt_op *op) {
-    return op->out == LLMRT_OUT_LOGITS ? engine->num_wanted : engine->num_tokens;
-}
-
 static void prepare(llmrt_engine *engine, const llmrt_op *op, int thread, atomic_long *work) {
     int64_t total = num_inputs(engine, op);
     int is_head = op->out == LLMRT_OUT_LOGITS;

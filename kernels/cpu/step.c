@@ -272,11 +272,11 @@ static void turn(llmrt_engine *engine, atomic_long *work) {
 }
 
 static void run_linear(llmrt_engine *engine, const llmrt_op *op, int thread, atomic_long *work) {
-    int64_t total = op->out == LLMRT_OUT_LOGITS ? engine->num_wanted : engine->num_tokens;
+    int64_t total = num_inputs(engine, op);
     if (!total) return;
     if (!op->is_prepared) {
         engine->family->prepare(engine, op, thread, work);
-        if (total > PRIVATE_TOKENS) llmrt_pool_barrier(engine->pool);
+        if (!is_private(total)) llmrt_pool_barrier(engine->pool);
     }
     engine->family->linear(engine, op, thread, work + 1);
     llmrt_pool_barrier(engine->pool);

@@ -9,11 +9,9 @@ from workload import Clock, Prompt, measure, parse_options
 import llmrt
 from llmrt.engine.batch import LOCAL_ARENA, Batch, Row, SampleSpec, SequenceId
 from llmrt.engine.cpu_device import CpuDevice
-from llmrt.engine.cpu_program import CpuProgram
-from llmrt.engine.cpu_weights import weight_requests
+from llmrt.engine.cpu_program import load_program
+from llmrt.kvtransfer.layout import blocks_for
 from llmrt.models.loading import open_model
-from llmrt.models.packed_file import load_packed
-from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.wire.sampling import SamplingParams
 
 # A worker's default.
@@ -23,8 +21,9 @@ _STEP_TOKENS = 512
 def open_device(path: Path, threads: int) -> CpuDevice:
     """As a worker makes it with its default settings."""
     opened = open_model(path)
-    packed = load_packed(opened, weight_requests(opened.spec, opened.tensors, "auto"))
-    program = CpuProgram(opened.spec, packed, kv_dtype="bf16", max_context=opened.spec.max_context)
+    program, _ = load_program(
+        opened, dtype="auto", kv_dtype="bf16", max_context=opened.spec.max_context
+    )
     return CpuDevice(program, threads=threads)
 
 
@@ -32,7 +31,7 @@ def measure_llmrt_in_process(
     device: CpuDevice, prompts: Sequence[Prompt], new_tokens: int
 ) -> Clock:
     """Prefill all prompts, then decode all of them in one batch per step."""
-    blocks_each = -(-(len(prompts[0]) + new_tokens) // BLOCK_TOKENS)
+    blocks_each = blocks_for(len(prompts[0]) + new_tokens)
     texts = [array("I", prompt) for prompt in prompts]
     tables = [array("I", range(i, i + blocks_each)) for i in _starts(len(prompts), blocks_each)]
     buffer = bytearray(len(prompts) * blocks_each * device.kv_block_bytes)

@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -22,14 +20,6 @@ def checks(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {"is_ok", "checks"}
     return {check["name"]: check for check in report["checks"]}
-
-
-@pytest.fixture
-def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(c, "PATH", Path("/none/libllmrt_cpu.so"))
-    c.library.cache_clear()
-    yield
-    c.library.cache_clear()
 
 
 def test_all_is_well_where_the_step_is_built(

@@ -13,9 +13,9 @@ import pytest
 import structlog
 
 from llmrt.cli.answers import given
+from llmrt.cli.cluster import failed_code
 from llmrt.cli.main import main
 from llmrt.cli.options import parse_bias
-from llmrt.cli.run import failed_code
 from llmrt.wire.errors import InternalError
 
 COMMANDS = ("run", "up", "generate", "chat", "ps", "broker", "worker", "bench", "doctor", "version")

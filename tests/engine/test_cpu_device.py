@@ -27,6 +27,7 @@ from llmrt.engine.batch import LOCAL_ARENA, ArenaId, Batch, Row, SampleSpec, Seq
 from llmrt.engine.cpu_device import CpuDevice
 from llmrt.engine.cpu_program import CpuProgram
 from llmrt.engine.cpu_weights import weight_requests
+from llmrt.engine.device_parts import warm_up
 from llmrt.engine.sampler import draw_row
 from llmrt.engine.torch_device import TorchDevice
 from llmrt.kernels.cpu.library import Format, families
@@ -534,7 +535,7 @@ def test_a_device_that_is_dropped_ends_its_threads(tiny: OpenedModel) -> None:
     gc.collect()  # devices of other tests
     before = num_threads()
     device = CpuDevice(program, threads=4)
-    device.warm_up()
+    warm_up(device)
     assert num_threads() == before + 3
     del device
     assert num_threads() == before

@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from llmrt.engine.batch import LOCAL_ARENA, ArenaId, Batch, Row, SampleSpec, SequenceId
+from llmrt.engine.device_parts import warm_up
 from llmrt.engine.torch_device import TorchDevice
 from llmrt.models.loading import open_model
 from llmrt.wire.errors import ConfigError, InternalError
@@ -341,5 +342,5 @@ def test_progress_reaches_the_whole_file(tiny_folder: Path) -> None:
     assert seen == sorted(seen)
     assert seen[-1] == (total, total)
     assert "-int4" not in device.numerics_id
-    device.warm_up()
+    warm_up(device)
     device.add_arena(LOCAL_ARENA, memoryview(bytearray(device.kv_block_bytes)))

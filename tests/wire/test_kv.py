@@ -1,30 +1,10 @@
 """The KV contract: what may differ between two workers, and what may not."""
 
-from typing import Any
-
-import msgspec
 import pytest
+from tests.conftest import make_contract
 
 from llmrt.wire.envelope import decode_body, encode_body
 from llmrt.wire.kv import KvContract, contract_mismatch
-
-
-def make_contract(**changes: Any) -> KvContract:
-    contract = KvContract(
-        model_hash="m",
-        tokenizer_hash="t",
-        kv_dtype="bf16",
-        block_tokens=32,
-        layout="block-major",
-        num_layers=30,
-        num_kv_heads=3,
-        head_dim=64,
-        rope="r",
-        sharding="1",
-        protocol="1.0",
-        numerics_id="n",
-    )
-    return msgspec.structs.replace(contract, **changes)
 
 
 def test_equal_contracts_match() -> None:
@@ -50,7 +30,8 @@ def test_numerics_may_differ() -> None:
 )
 def test_a_block_holds_keys_and_values_of_all_layers(kv_dtype: str, token_bytes: int) -> None:
     """And one float32 scale for 64 numbers of a byte."""
-    assert make_contract(kv_dtype=kv_dtype).block_bytes == 2 * 30 * 3 * 32 * token_bytes
+    contract = make_contract(kv_dtype=kv_dtype, num_layers=30, num_kv_heads=3, head_dim=64)
+    assert contract.block_bytes == 2 * 30 * 3 * 32 * token_bytes
 
 
 def test_a_contract_survives_the_way() -> None:

@@ -1,6 +1,5 @@
 """Which device a worker gets, and what it is told when that is not the one it asked for."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,6 @@ from structlog.testing import capture_logs
 from tests.integration.conftest import write_tiny_model
 
 from llmrt.engine.cpu_device import CpuDevice
-from llmrt.kernels.cpu import library as c
 from llmrt.wire.errors import ConfigError
 from llmrt.workers import loading
 from llmrt.workers.loading import load_model
@@ -21,15 +19,6 @@ def tiny(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny.gguf"
     write_tiny_model(path, smollm2_path, seed=0)
     return path
-
-
-@pytest.fixture
-def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As where no compiler was."""
-    monkeypatch.setattr(c, "PATH", Path("/none/libllmrt_cpu.so"))
-    c.library.cache_clear()
-    yield
-    c.library.cache_clear()
 
 
 def numerics_of(settings: WorkerSettings) -> str:

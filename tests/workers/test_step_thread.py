@@ -44,7 +44,7 @@ class CountingDevice:
         raise ValueError(f"no room for {arena}")
 
     def remove_arena(self, arena: ArenaId) -> None:
-        raise NotImplementedError
+        raise ValueError(f"there is no arena {arena}")
 
 
 def make_batch(step_id: int, token: int, *, follows: bool = False) -> Batch:

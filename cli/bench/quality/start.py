@@ -40,7 +40,7 @@ def measure_quality(
     threads = threads or num_cores()
     opened = open_model(model)
     formats = choose_formats(opened, dtypes, kv_dtypes)
-    corpus = make_corpus(text, _tokenizer(opened), settings.max_tokens)
+    corpus = make_corpus(text, Tokenizer.of_model(opened), settings.max_tokens)
     chunks = make_chunks(corpus, settings.context, opened.spec.vocab_size)
     prompts = corpus.prompts(settings.num_prompts, settings.prompt_tokens)
     sizes = _sizes(settings, corpus, opened)
@@ -75,9 +75,3 @@ def _sizes(settings: QualitySettings, corpus: Corpus, opened: OpenedModel) -> Si
             f"of {opened.name} is {opened.spec.max_context}"
         )
     return sizes
-
-
-def _tokenizer(opened: OpenedModel) -> Tokenizer:
-    if opened.format == "gguf":
-        return Tokenizer.from_gguf(opened.metadata)
-    return Tokenizer.from_files(opened.path)

@@ -11,6 +11,7 @@ from llmrt.engine.cpu_program import CpuProgram, check_kv_dtype
 from llmrt.engine.cpu_weights import check_model, weight_requests
 from llmrt.kernels.cpu.library import LibraryMissing, best_family
 from llmrt.kvtransfer.host_memory import available_bytes
+from llmrt.kvtransfer.layout import blocks_for
 from llmrt.models.loading import OpenedModel
 from llmrt.models.packing import PackRequest, make_plan, pack_weights
 from llmrt.wire.errors import ConfigError
@@ -35,11 +36,7 @@ class Sizes:
 
     @property
     def num_blocks(self) -> int:
-        return max(_blocks_for(self.window), _blocks_for(self.prompt) * self.num_prompts)
-
-
-def _blocks_for(num_tokens: int) -> int:
-    return -(-num_tokens // BLOCK_TOKENS)
+        return max(blocks_for(self.window), blocks_for(self.prompt) * self.num_prompts)
 
 
 class Variant:
@@ -63,7 +60,7 @@ class Variant:
 
     def logits(self, token_ids: "array[int]", start: int) -> Logits:
         """Of all tokens at positions `start` on, [tokens, vocab]; those before were computed."""
-        blocks = array("I", range(_blocks_for(self._sizes.window)))
+        blocks = array("I", range(blocks_for(self._sizes.window)))
         row = Row(SequenceId(0), LOCAL_ARENA, token_ids, start, blocks)
         return self._device.all_logits(Batch(0, (row,)))
 
@@ -89,7 +86,7 @@ class Variant:
 
     def _row(self, idx: int, token_ids: "array[int]", start: int) -> Row:
         """The rest of a prompt, and the likeliest token behind it."""
-        size = _blocks_for(self._sizes.prompt)
+        size = blocks_for(self._sizes.prompt)
         blocks = array("I", range(idx * size, (idx + 1) * size))
         end = len(token_ids)
         sample = SampleSpec(SamplingParams(), 0, end, token_ids, end)
