@@ -1,122 +1,59 @@
-"""The compiled step: against transformers in float32, and against itself bit by bit.
-
-Chunking, batching, threads, families, arenas and prefixes that are there already must not change
-one bit of a logit or of the KV cache, whatever the formats of both.
-"""
+"""The compiled step against transformers in float32, and what its device promises."""
 
 import gc
 import itertools
 import subprocess
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
 from msgspec.structs import replace as changed
-from tests.engine.test_torch_device import FAMILIES, NUM_TOKENS, TOLERANCE, save_tiny_model
+from tests.conftest import make_contract
+from tests.engine.cpu_programs import (
+    KV_DTYPES,
+    NUM_BLOCKS,
+    USABLE,
+    assert_same_bits,
+    make_device,
+    make_program,
+    poisoned,
+)
+from tests.engine.tiny_models import (
+    NUM_TOKENS,
+    PEER_ARENA,
+    TOLERANCE,
+    VOCAB,
+    Oracle,
+    forward,
+    make_row,
+)
 
-from llmrt.engine.batch import LOCAL_ARENA, ArenaId, Batch, Row, SampleSpec, SequenceId
+from llmrt.engine.batch import LOCAL_ARENA, ArenaId, Batch, Row
 from llmrt.engine.cpu_device import CpuDevice
 from llmrt.engine.cpu_program import CpuProgram
 from llmrt.engine.cpu_weights import weight_requests
 from llmrt.engine.device_parts import warm_up
 from llmrt.engine.sampler import draw_row
 from llmrt.engine.torch_device import TorchDevice
-from llmrt.kernels.cpu.library import Format, families
+from llmrt.kernels.cpu.library import Format
 from llmrt.models.loading import OpenedModel, open_model
 from llmrt.models.packing import pack_weights
-from llmrt.models.quants import dequantize
 from llmrt.models.spec import ModelSpec
-from llmrt.models.tensors import StoredTensor
 from llmrt.wire.errors import ConfigError, InternalError, LlmrtError
-from llmrt.wire.kv import BLOCK_TOKENS, KvContract
+from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.wire.sampling import SamplingParams
-
-Logits = npt.NDArray[np.float32]
-
-PEER_ARENA = ArenaId("peer-7")
-NUM_BLOCKS = 64
-VOCAB = 128
-KV_DTYPES = ("bf16", "f32", "int8", "fp8")
-USABLE = [family.name for family in families() if family.is_supported]
-# Past two segments of 8 blocks, and into a block.
-LONG = 2 * 8 * BLOCK_TOKENS + 45
-LONG_CONTEXT = 1024
-
-
-def make_program(
-    model: OpenedModel, dtype: str = "f32", kv_dtype: str = "f32", max_context: int | None = None
-) -> CpuProgram:
-    spec = model.spec
-    weights = pack_weights(model.tensors, weight_requests(spec, model.tensors, dtype))
-    return CpuProgram(spec, weights, kv_dtype=kv_dtype, max_context=max_context or spec.max_context)
-
-
-def make_device(program: CpuProgram, family: str | None = None, threads: int = 1) -> CpuDevice:
-    """With two arenas whose bytes are all ones, that is, NaN wherever nothing was written."""
-    device = CpuDevice(program, family=family, threads=threads)
-    for arena in (LOCAL_ARENA, PEER_ARENA):
-        device.add_arena(arena, poisoned(device))
-    return device
-
-
-def poisoned(device: CpuDevice) -> memoryview:
-    return memoryview(bytearray(b"\xff") * (NUM_BLOCKS * device.kv_block_bytes))
-
-
-def make_row(
-    text: Sequence[int],
-    start: int,
-    end: int,
-    blocks: Sequence[int] = range(4),
-    arena: ArenaId = LOCAL_ARENA,
-    params: SamplingParams | None = None,
-) -> Row:
-    """Positions `start` to `end` of a text, with the token after them sampled, or greedily."""
-    ids = array("I", text)
-    sample = SampleSpec(params or SamplingParams(), 7, end, ids[:end], end)
-    return Row(SequenceId(0), arena, ids[start:end], start, array("I", blocks), sample)
-
-
-def forward(device: CpuDevice, *rows: Row) -> Logits:
-    return device.forward(Batch(0, rows))
-
 
 # -- against transformers ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Oracle:
-    """A saved model and what transformers computes after each of two texts' tokens."""
-
-    model: OpenedModel
-    texts: tuple[list[int], list[int]]
-    logits: tuple[Logits, Logits]
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    folder = tmp_path_factory.mktemp(request.param)
-    model = save_tiny_model(request.param, folder)
-    texts = torch.randint(0, VOCAB, (2, NUM_TOKENS))
-    with torch.no_grad():
-        logits = model(texts).logits.numpy()
-    assert 0.3 < logits.std() < 5
-    ids = (texts[0].tolist(), texts[1].tolist())
-    return Oracle(open_model(folder), ids, (logits[0], logits[1]))
-
-
 @pytest.fixture(scope="module")
 def device(oracle: Oracle) -> CpuDevice:
-    return make_device(make_program(oracle.model), threads=2)
+    return make_device(make_program(open_model(oracle.folder)), threads=2)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +104,7 @@ def test_smaller_formats_stay_near_float32(
     bf16 has 8 bits; int8 as many, relative to the largest of 32 or of a head, for both factors of
     a product; fp8 has 4.
     """
-    device = make_device(make_program(oracle.model, dtype, kv_dtype))
+    device = make_device(make_program(open_model(oracle.folder), dtype, kv_dtype))
     text = oracle.texts[0]
     logits = [forward(device, make_row(text, end - 1, end))[0] for end in range(1, NUM_TOKENS + 1)]
     error = np.stack(logits) - oracle.logits[0]
@@ -177,8 +114,8 @@ def test_smaller_formats_stay_near_float32(
 @pytest.mark.parametrize("kv_dtype", ["bf16", "f32"])
 def test_torch_goes_on_with_the_blocks_of_the_compiled_step(oracle: Oracle, kv_dtype: str) -> None:
     """Both have the same layout, so that workers of both kinds can be a pair."""
-    cpu = CpuDevice(make_program(oracle.model, kv_dtype=kv_dtype), threads=1)
-    reference = TorchDevice(oracle.model, dtype="f32", kv_dtype=kv_dtype)
+    cpu = CpuDevice(make_program(open_model(oracle.folder), kv_dtype=kv_dtype), threads=1)
+    reference = TorchDevice(open_model(oracle.folder), dtype="f32", kv_dtype=kv_dtype)
     assert cpu.kv_block_bytes == reference.kv_block_bytes
     arena = memoryview(bytearray(4 * cpu.kv_block_bytes))
     cpu.add_arena(LOCAL_ARENA, arena)
@@ -190,162 +127,9 @@ def test_torch_goes_on_with_the_blocks_of_the_compiled_step(oracle: Oracle, kv_d
     np.testing.assert_allclose(reference.forward(Batch(0, (row,))), expected, atol=tolerance)
 
 
-# -- bit for bit ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    @cache
-    def folder(family: str) -> Path:
-        path = tmp_path_factory.mktemp(family)
-        save_tiny_model(family, path)
-        return path
-
-    return folder
-
-
 @pytest.fixture(scope="module")
 def tiny(folder_of: Callable[[str], Path]) -> OpenedModel:
     return open_model(folder_of("llama"))
-
-
-def quantized(model: OpenedModel, kind_of: Callable[[str], str]) -> OpenedModel:
-    """The model with its matrices in the kind that `kind_of` gives each name."""
-    tensors = dict(model.tensors)
-    for name, tensor in model.tensors.items():
-        kind = kind_of(name)
-        if len(tensor.shape) == 2:
-            data = gguf.quants.quantize(dequantize(tensor), gguf.GGMLQuantizationType[kind])
-            tensors[name] = StoredTensor(name, tensor.shape, kind, data.reshape(-1).view(np.uint8))
-    long = replace(model.spec, max_context=LONG_CONTEXT)
-    return replace(model, spec=long, tensors=tensors)
-
-
-def mixed(name: str) -> str:
-    """As in files that give more bits to what matters: no two of q, k and v alike."""
-    kinds = {"q": "Q4_0", "k": "F16", "v": "Q8_0", "gate": "Q4_1", "down": "Q5_1", "o": "BF16"}
-    return kinds.get(name.rpartition(".")[2], "Q8_0")
-
-
-WEIGHTS: Mapping[str, tuple[str, Callable[[str], str], str]] = {
-    "q4": ("gemma3_text", lambda name: "Q4_0", "auto"),
-    "q4m": ("gemma3_text", lambda name: "Q4_1", "auto"),
-    "q8": ("mistral", lambda name: "Q8_0", "auto"),
-    "q8m": ("qwen3", lambda name: "Q5_1", "auto"),
-    "bf16": ("qwen2", lambda name: "F32", "bf16"),
-    "f32": ("gemma3_text", lambda name: "F32", "f32"),
-    "mixed": ("qwen2", mixed, "auto"),
-}
-
-
-@dataclass(frozen=True)
-class Exact:
-    """A program, a text, its logits after each token of `ends`, and its KV cache.
-
-    Computed alone, at once up to each end, by one thread of the best family.
-    """
-
-    program: CpuProgram
-    text: list[int]
-    ends: tuple[int, ...]
-    logits: Mapping[int, Logits]
-    kv: bytes
-
-    blocks = tuple(range(3, 3 + -(-LONG // BLOCK_TOKENS)))
-
-    def check(self, device: CpuDevice, chunks: Sequence[int], arena: ArenaId) -> None:
-        for start, end in itertools.pairwise([0, *chunks]):
-            logits = forward(device, make_row(self.text, start, end, self.blocks, arena))
-            if end in self.logits:
-                assert_same_bits(logits[0], self.logits[end])
-
-
-def assert_same_bits(actual: Logits, expected: Logits) -> None:
-    assert actual.tobytes() == expected.tobytes(), np.abs(actual - expected).max()
-
-
-def kv_of(device: CpuDevice, memory: memoryview, blocks: Sequence[int]) -> bytes:
-    """The bytes of a sequence's blocks; the tail of the last one is the same poison in all."""
-    size = device.kv_block_bytes
-    return b"".join(bytes(memory[block * size : (block + 1) * size]) for block in blocks)
-
-
-@pytest.fixture(scope="module", params=list(itertools.product(WEIGHTS, KV_DTYPES)), ids="-".join)
-def exact(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> Exact:
-    weights, kv_dtype = request.param
-    family, kind_of, dtype = WEIGHTS[weights]
-    model = quantized(open_model(folder_of(family)), kind_of)
-    program = make_program(model, dtype, kv_dtype)
-    text = np.random.default_rng(len(weights)).integers(0, VOCAB, LONG).tolist()
-    ends = (1, 32, 33, 255, 256, 257, 300, LONG)
-    logits = {}
-    for end in ends:
-        device = CpuDevice(program, threads=1)
-        memory = poisoned(device)
-        device.add_arena(LOCAL_ARENA, memory)
-        logits[end] = forward(device, make_row(text, 0, end, Exact.blocks))[0]
-        assert np.isfinite(logits[end]).all()
-    return Exact(program, text, ends, logits, kv_of(device, memory, Exact.blocks))
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_and_chunks_change_no_bit(exact: Exact, threads: int) -> None:
-    device = CpuDevice(exact.program, threads=threads)
-    memory = poisoned(device)
-    device.add_arena(LOCAL_ARENA, memory)
-    exact.check(device, exact.ends, LOCAL_ARENA)
-    assert kv_of(device, memory, exact.blocks) == exact.kv
-    exact.check(device, (64, 65, 66, 69, 250, 255, 256, 257, 300, 500, LONG), LOCAL_ARENA)
-    exact.check(device, (LONG,), LOCAL_ARENA)
-    assert kv_of(device, memory, exact.blocks) == exact.kv
-
-
-@pytest.mark.parametrize("family", USABLE[1:] or USABLE)
-def test_families_change_no_bit(exact: Exact, family: str) -> None:
-    device = CpuDevice(exact.program, family=family, threads=2)
-    memory = poisoned(device)
-    device.add_arena(LOCAL_ARENA, memory)
-    exact.check(device, exact.ends, LOCAL_ARENA)
-    assert kv_of(device, memory, exact.blocks) == exact.kv
-
-
-def test_company_in_a_batch_changes_no_bit(exact: Exact) -> None:
-    """16 rows: the text in both arenas, chunk by chunk, among others that decode and prefill."""
-    device = make_device(exact.program, threads=2)
-    rng = np.random.default_rng(1)
-    others = [rng.integers(0, VOCAB, 48).tolist() for _ in range(15)]
-    for i, text in enumerate(others):
-        forward(device, make_row(text, 0, 16 + i, [34 + 2 * i, 35 + 2 * i]))
-    start = 0
-    for n, end in enumerate(exact.ends):
-        company = [
-            make_row(text, 16 + i + n, 17 + i + n + (7 if i == n else 0), [34 + 2 * i, 35 + 2 * i])
-            for i, text in enumerate(others)
-        ]
-        row = make_row(exact.text, start, end, exact.blocks)
-        logits = forward(device, *company[:n], row, *company[n:])
-        assert_same_bits(logits[n], exact.logits[end])
-        start = end
-
-
-def test_a_prefix_that_is_there_already_changes_no_bit(exact: Exact) -> None:
-    """The last token of a full prefix is computed again, over blocks that others share."""
-    device = make_device(exact.program)
-    forward(device, make_row(exact.text, 0, 512, exact.blocks, PEER_ARENA))
-    for start in (256, 300, 511):
-        own = [*exact.blocks[: start // BLOCK_TOKENS], *range(40, 60)]
-        if start % BLOCK_TOKENS:
-            first = start // BLOCK_TOKENS * BLOCK_TOKENS
-            forward(device, make_row(exact.text, first, start, own, PEER_ARENA))
-        logits = forward(device, make_row(exact.text, start, LONG, own, PEER_ARENA))
-        assert_same_bits(logits[0], exact.logits[LONG])
-
-
-def test_formats_are_what_the_numerics_are_named_for(exact: Exact) -> None:
-    device = CpuDevice(exact.program, threads=1)
-    assert device.numerics_id == f"cpu-1/{exact.program.formats}/kv-{exact.program.kv_dtype}"
-    known = {format_.name.lower() for format_ in Format}
-    assert set(exact.program.formats.split(".")) <= known
 
 
 # -- rows, arenas, draws ----------------------------------------------------------------------
@@ -380,19 +164,11 @@ def test_only_slots_of_new_tokens_are_written(tiny: OpenedModel, kv_dtype: str) 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_blocks_have_the_size_of_the_contract(tiny: OpenedModel, kv_dtype: str) -> None:
     attention = tiny.spec.attention
-    contract = KvContract(
-        model_hash="",
-        tokenizer_hash="",
+    contract = make_contract(
         kv_dtype=kv_dtype,
-        block_tokens=BLOCK_TOKENS,
-        layout="",
         num_layers=tiny.spec.num_layers,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
-        rope="",
-        sharding="",
-        protocol="",
-        numerics_id="",
     )
     device = CpuDevice(make_program(tiny, kv_dtype=kv_dtype), threads=1)
     assert device.kv_block_bytes == contract.block_bytes

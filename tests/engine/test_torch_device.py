@@ -5,17 +5,18 @@ float32 sums in another order do.
 """
 
 import itertools
-from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
-import transformers
+from tests.engine.tiny_models import (
+    PEER_ARENA,
+    TOLERANCE,
+    Oracle,
+    forward,
+    make_row,
+    save_tiny_model,
+)
 
 from llmrt.engine.batch import LOCAL_ARENA, ArenaId, Batch, Row, SampleSpec, SequenceId
 from llmrt.engine.device_parts import warm_up
@@ -25,91 +26,7 @@ from llmrt.wire.errors import ConfigError, InternalError
 from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.wire.sampling import SamplingParams
 
-Logits = npt.NDArray[np.float32]
-
-FAMILIES = ("llama", "llama3_rope", "mistral", "qwen2", "qwen3", "gemma3_text")
-PEER_ARENA = ArenaId("peer-7")
 NUM_BLOCKS = 16
-NUM_TOKENS = 97
-WINDOW = 24
-TOLERANCE = 1e-4
-
-
-def make_config(family: str) -> transformers.PretrainedConfig:
-    sizes: dict[str, Any] = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-    }
-    llama3_rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    match family:
-        case "llama":
-            return transformers.LlamaConfig(**sizes, tie_word_embeddings=True)
-        case "llama3_rope":
-            return transformers.LlamaConfig(**sizes, rope_parameters=llama3_rope)
-        case "mistral":
-            return transformers.MistralConfig(**sizes, sliding_window=WINDOW, head_dim=16)
-        case "qwen2":
-            return transformers.Qwen2Config(**sizes)
-        case "qwen3":
-            return transformers.Qwen3Config(**sizes, head_dim=32)
-        case _:
-            return transformers.Gemma3TextConfig(
-                **sizes,
-                head_dim=32,
-                query_pre_attn_scalar=32,
-                sliding_window=WINDOW,
-                layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            )
-
-
-def save_tiny_model(family: str, folder: Path) -> transformers.PreTrainedModel:
-    """Random weights, norms and biases included, whose logits have a deviation of about 1."""
-    torch.manual_seed(len(family))
-    config = make_config(family)
-    config._attn_implementation = "eager"
-    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, dtype=torch.float32
-    ).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() == 1:
-                weight.add_(torch.randn_like(weight) * 0.2)
-            else:
-                weight.copy_(torch.randn_like(weight) * (0.125 if "embed" in name else 0.15))
-    model.save_pretrained(folder)
-    return model
-
-
-@dataclass(frozen=True)
-class Oracle:
-    """A saved model and what transformers computes after each of two texts' tokens."""
-
-    folder: Path
-    texts: tuple[list[int], list[int]]
-    logits: tuple[Logits, Logits]
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    folder = tmp_path_factory.mktemp(request.param)
-    model = save_tiny_model(request.param, folder)
-    texts = torch.randint(0, 128, (2, NUM_TOKENS))
-    with torch.no_grad():
-        logits = model(texts).logits.numpy()
-    assert 0.3 < logits.std() < 5
-    return Oracle(folder, (texts[0].tolist(), texts[1].tolist()), (logits[0], logits[1]))
 
 
 @pytest.fixture(scope="module")
@@ -125,23 +42,6 @@ def make_device(folder: Path, dtype: str = "f32", kv_dtype: str = "f32") -> Torc
             arena, memoryview(bytearray(b"\xff") * (NUM_BLOCKS * device.kv_block_bytes))
         )
     return device
-
-
-def make_row(
-    text: Sequence[int],
-    start: int,
-    end: int,
-    blocks: Sequence[int] = range(4),
-    arena: ArenaId = LOCAL_ARENA,
-) -> Row:
-    """Positions `start` to `end` of a text, with the token after them sampled greedily."""
-    ids = array("I", text)
-    sample = SampleSpec(SamplingParams(), 0, end, ids[:end], end)
-    return Row(SequenceId(0), arena, ids[start:end], start, array("I", blocks), sample)
-
-
-def forward(device: TorchDevice, *rows: Row) -> Logits:
-    return device.forward(Batch(0, rows))
 
 
 @pytest.mark.parametrize(

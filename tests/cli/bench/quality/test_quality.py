@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from tests.engine.test_torch_device import save_tiny_model
+from tests.engine.tiny_models import save_tiny_model
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
