@@ -3,6 +3,7 @@
 The descriptor of a ZeroMQ socket only signals that *something* changed, and any call on the
 socket may swallow that signal. So every wake-up and every send is followed by a turn of
 `_pump`, which reads until nothing is left (zguide, "edge-triggered"; zmq_getsockopt ZMQ_FD).
+A wake-up itself takes one message, unasked: mostly it is the only one, and somebody waits for it.
 """
 
 import asyncio
@@ -111,8 +112,14 @@ class Channel:
         self._socket.close()
 
     def _wake(self) -> None:
-        if not self._is_pump_due:  # else this turn of the loop has its pump
-            self._pump()
+        if self._is_pump_due:  # this turn of the loop has its pump
+            return
+        try:
+            frames = self._receive()
+            if frames is not None:
+                self._on_message(frames)
+        finally:
+            self._pump_soon()
 
     def _pump_soon(self) -> None:
         if not self._is_pump_due:

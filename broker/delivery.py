@@ -28,11 +28,10 @@ def flush(state: State, request: Request, now: float) -> list[StepRow]:
         return []
     rows = request.stream.take_unsent()
     key = (Timer.READER, request.request_id)
-    if request.stream.is_behind:
-        if key not in state.timers:
-            state.timers.set(key, now + SLOW_READER_S)
-    else:
+    if not request.stream.is_behind:
         state.timers.drop(key)
+    elif key not in state.timers:
+        state.timers.set(key, now + SLOW_READER_S)
     return rows
 
 

@@ -1,7 +1,7 @@
 """Who works on a request: placing it, and placing it again when its owner is lost."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from llmrt.broker.delivery import cancel_at_owner, fail, release_owner
 from llmrt.broker.placement import Candidate, choose
@@ -102,21 +102,31 @@ def _choose_owner(
     state: State, request: Request, now: float, avoid: Worker | None
 ) -> Worker | None:
     # Tokens that were passed on can only be continued where they mean the same.
-    candidates = state.workers.decoders(request.model, family=request.family, avoid=avoid, now=now)
+    workers = state.workers.decoders(request.model, family=request.family, avoid=avoid)
     policy, cursor = state.settings.decode_policy, state.num_decode_choices
     state.num_decode_choices += 1
-    return _chosen(state, choose(policy, candidates, cursor))
+    return _choose(state, policy, cursor, workers, state.workers.decode_candidate, now)
 
 
 def _choose_prefiller(state: State, owner: Worker, now: float) -> Worker | None:
-    candidates: Sequence[Candidate] = state.workers.prefillers(owner, now)
+    workers = state.workers.prefillers(owner)
     policy, cursor = state.settings.prefill_policy, state.num_prefill_choices
     state.num_prefill_choices += 1
-    return _chosen(state, choose(policy, candidates, cursor))
+    return _choose(state, policy, cursor, workers, state.workers.prefill_candidate, now)
 
 
-def _chosen(state: State, candidate: Candidate | None) -> Worker | None:
-    return state.workers.named(candidate.worker_id) if candidate else None
+def _choose(
+    state: State,
+    policy: str,
+    cursor: int,
+    workers: list[Worker],
+    as_candidate: Callable[[Worker, float], Candidate],
+    now: float,
+) -> Worker | None:
+    if len(workers) <= 1:
+        return workers[0] if workers else None
+    chosen = choose(policy, [as_candidate(worker, now) for worker in workers], cursor)
+    return state.workers.named(chosen.worker_id)
 
 
 def _dispatch(state: State, request: Request, owner: Worker, now: float) -> None:

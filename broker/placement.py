@@ -20,15 +20,13 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     is_stale: bool = False
 
 
-def choose(policy: str, candidates: Sequence[Candidate], cursor: int) -> Candidate | None:
-    """The candidate that `policy` (a key of `POLICIES`) takes; None if there are none.
+def choose(policy: str, candidates: Sequence[Candidate], cursor: int) -> Candidate:
+    """The candidate, of at least one, that `policy` (a key of `POLICIES`) takes.
 
     `cursor` is the number of choices made before; it moves ties and turns on.
     """
-    if len(candidates) == 1:
-        return candidates[0]
     fresh = [candidate for candidate in candidates if not candidate.is_stale] or candidates
-    return POLICIES[policy](fresh, cursor) if fresh else None
+    return POLICIES[policy](fresh, cursor)
 
 
 def round_robin(candidates: Sequence[Candidate], cursor: int) -> Candidate:

@@ -154,9 +154,7 @@ class Registry:
             self._models = sorted({worker.card.model for worker in self if worker.can_decode})
         return self._models
 
-    def decoders(
-        self, model: str, *, family: int | None, avoid: Worker | None, now: float
-    ) -> list[Candidate]:
+    def decoders(self, model: str, *, family: int | None, avoid: Worker | None) -> list[Worker]:
         """Workers that may own a request; `avoid` only if there is no other."""
         workers = [
             worker
@@ -168,24 +166,36 @@ class Registry:
         ]
         if avoid in workers and len(workers) > 1:
             workers.remove(avoid)
-        return [self._decode_candidate(worker, now) for worker in workers]
+        return workers
 
-    def prefillers(self, owner: Worker, now: float) -> list[Candidate]:
+    def prefillers(self, owner: Worker) -> list[Worker]:
         """Prefill workers whose blocks mean the same as the owner's."""
         return [
-            Candidate(
-                worker.name.worker_id,
-                prefill_load(
-                    worker.load.num_running + worker.load.num_waiting, worker.num_routed_prefills
-                ),
-                pressure=worker.load.num_waiting_tokens,
-                is_stale=self.is_stale(worker, now),
-            )
+            worker
             for worker in self._by_id.values()
             if worker.can_prefill_for_others
             and worker.suspect_at is None
             and worker.family == owner.family
         ]
+
+    def decode_candidate(self, worker: Worker, now: float) -> Candidate:
+        load = worker.load
+        num_used = load.num_blocks - load.num_free_blocks - load.num_cached_blocks
+        return Candidate(
+            worker.name.worker_id,
+            decode_load(len(worker.requests), load.num_waiting, worker.card.max_running),
+            pressure=num_used / max(1, load.num_blocks),
+            is_stale=self.is_stale(worker, now),
+        )
+
+    def prefill_candidate(self, worker: Worker, now: float) -> Candidate:
+        load = worker.load
+        return Candidate(
+            worker.name.worker_id,
+            prefill_load(load.num_running + load.num_waiting, worker.num_routed_prefills),
+            pressure=load.num_waiting_tokens,
+            is_stale=self.is_stale(worker, now),
+        )
 
     def is_stale(self, worker: Worker, now: float) -> bool:
         return now - worker.heard_at > self._stale_after_s
@@ -202,16 +212,6 @@ class Registry:
         for routing_id, worker in self._by_routing_id.items():
             assert worker.routing_id == routing_id
             assert self._by_id[worker.name.worker_id] is worker
-
-    def _decode_candidate(self, worker: Worker, now: float) -> Candidate:
-        load = worker.load
-        num_used = load.num_blocks - load.num_free_blocks - load.num_cached_blocks
-        return Candidate(
-            worker.name.worker_id,
-            decode_load(len(worker.requests), load.num_waiting, worker.card.max_running),
-            pressure=num_used / max(1, load.num_blocks),
-            is_stale=self.is_stale(worker, now),
-        )
 
     def _family_of(self, contract: KvContract) -> int:
         for family, known in enumerate(self._families):

@@ -32,26 +32,6 @@ NO_REQUEST = RequestId(b"")
 T = TypeVar("T")
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a hop needs to route a message without reading its body.
-
-    `budget_ms` is what is left of the request's time, -1 without a limit. `stamps` are
-    durations in microseconds, one appended per hop; clocks of two processes never meet.
-    """
-
-    kind: str
-    request_id: bytes = NO_REQUEST
-    epoch: int = 0
-    n: int = 0
-    seq: int = 0
-    budget_ms: int = NO_BUDGET
-    stamps: tuple[int, ...] = ()
-
-    @property
-    def attempt(self) -> Attempt:
-        return Attempt(self.epoch, self.n)
-
-
 # The widths of the fields in the index of a step message.
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 _U64 = Annotated[int, msgspec.Meta(ge=0)]
@@ -65,12 +45,16 @@ class _Version(msgspec.Struct, frozen=True, array_like=True, gc=False):
     minor: int
 
 
-class _WireHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A whole header as it lies on the wire."""
+class Header(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
+    """What a hop needs to route a message without reading its body, as it lies on the wire.
 
-    magic: str
-    major: int
-    minor: int
+    `budget_ms` is what is left of the request's time, -1 without a limit. `stamps` are
+    durations in microseconds, one appended per hop; clocks of two processes never meet.
+    """
+
+    magic: str = MAGIC
+    major: int = MAJOR
+    minor: int = MINOR
     kind: str
     request_id: bytes = NO_REQUEST
     epoch: _U64 = 0
@@ -79,10 +63,14 @@ class _WireHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     budget_ms: Annotated[int, msgspec.Meta(ge=NO_BUDGET)] = NO_BUDGET
     stamps: tuple[int, ...] = ()
 
+    @property
+    def attempt(self) -> Attempt:
+        return Attempt(self.epoch, self.n)
+
 
 # Every hop encodes and decodes a header: 0.3 and 0.6 us, against 3 and 7 us with msgpack.
 _ENCODER = msgspec.msgpack.Encoder()
-_HEADER_DECODER = msgspec.msgpack.Decoder(_WireHeader)
+_HEADER_DECODER = msgspec.msgpack.Decoder(Header)
 _VERSION_DECODER = msgspec.msgpack.Decoder(_Version)
 # One per type of message; made at first use, which takes longer than decoding.
 _BODY_DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {}
@@ -109,19 +97,17 @@ def decode_header(frame: bytes) -> Header:
     if len(frame) > MAX_HEADER_BYTES:
         raise ProtocolError(f"header of {len(frame)} bytes; at most {MAX_HEADER_BYTES} are allowed")
     try:
-        wire = _HEADER_DECODER.decode(frame)
+        header = _HEADER_DECODER.decode(frame)
     except _NOT_OURS as error:
         _check_version(frame)
         raise ProtocolError(f"no header: {_short(error)}") from None
-    if wire.magic != MAGIC or wire.major != MAJOR:
+    if header.magic != MAGIC or header.major != MAJOR:
         _check_version(frame)
-    if len(wire.request_id) not in _ID_SIZES:
+    if len(header.request_id) not in _ID_SIZES:
         raise ProtocolError(
-            f"request id of {len(wire.request_id)} bytes; {REQUEST_ID_BYTES} are expected"
+            f"request id of {len(header.request_id)} bytes; {REQUEST_ID_BYTES} are expected"
         )
-    return Header(
-        wire.kind, wire.request_id, wire.epoch, wire.n, wire.seq, wire.budget_ms, wire.stamps
-    )
+    return header
 
 
 def encode_body(message: msgspec.Struct) -> bytes:

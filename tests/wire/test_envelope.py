@@ -63,7 +63,15 @@ def test_a_header_survives_the_way(
         kind, request_id, attempt=Attempt(epoch, n), seq=seq, budget_ms=budget_ms, stamps=stamps
     )
     header = decode_header(frame)
-    assert header == Header(kind, request_id, epoch, n, seq, budget_ms, tuple(stamps))
+    assert header == Header(
+        kind=kind,
+        request_id=request_id,
+        epoch=epoch,
+        n=n,
+        seq=seq,
+        budget_ms=budget_ms,
+        stamps=tuple(stamps),
+    )
     assert header.attempt == Attempt(epoch, n)
 
 
@@ -72,13 +80,13 @@ def test_a_header_begins_with_protocol_and_version() -> None:
 
 
 def test_missing_fields_take_their_defaults() -> None:
-    assert decode_header(pack(MAGIC, MAJOR, 0, "beat")) == Header("beat")
+    assert decode_header(pack(MAGIC, MAJOR, 0, "beat")) == Header(kind="beat")
 
 
 def test_fields_of_a_later_minor_version_are_ignored() -> None:
     fields = msgpack.unpackb(encode_header("beat"))
     fields[2] = MINOR + 1
-    assert decode_header(pack(*fields, "new", {"a": 1})) == Header("beat")
+    assert decode_header(pack(*fields, "new", {"a": 1})) == Header(kind="beat", minor=MINOR + 1)
     body = msgpack.packb({"epoch": 1, "grant_id": 4, "new": [[{}]]})
     assert decode_body(body, messages.GrantRef).grant_id == 4
 

@@ -165,7 +165,7 @@ def test_what_a_step_made_ahead_draws_behind_the_end_is_dropped(
 @pytest.mark.parametrize(
     "event",
     [
-        ev.FromBroker(Header(m.CANCEL, (1).to_bytes(16, "big"), 1, 1), ()),
+        ev.FromBroker(Header(kind=m.CANCEL, request_id=(1).to_bytes(16, "big"), epoch=1, n=1), ()),
         ev.Tick(),
         ev.StopWanted(),
     ],
@@ -418,7 +418,9 @@ def test_a_message_that_waited_while_the_process_stood_still_has_less_time(
     bench = make_worker()
     body = encode_body(m.Generate(prompt_kind="tokens", sampling=SamplingParams()))
     frames = (encode_body(m.Route()), body, pack_u32(TEN))
-    header = Header(m.DISPATCH, (1).to_bytes(16, "big"), 1, 1, budget_ms=5000)
+    header = Header(
+        kind=m.DISPATCH, request_id=(1).to_bytes(16, "big"), epoch=1, n=1, budget_ms=5000
+    )
     bench.handle(ev.FromBroker(header, frames, waited_s=4.5))
     bench.tick(0.6)
     assert bench.failure().code == "deadline_exceeded"
@@ -517,7 +519,9 @@ def test_a_message_that_lacks_a_frame_is_counted_and_the_worker_goes_on(
     make_worker: Any, kind: str, frames: tuple[bytes, ...]
 ) -> None:
     bench = make_worker()
-    bench.handle(ev.FromBroker(Header(kind, (1).to_bytes(16, "big"), 1, 1), frames))
+    bench.handle(
+        ev.FromBroker(Header(kind=kind, request_id=(1).to_bytes(16, "big"), epoch=1, n=1), frames)
+    )
     assert bench.core.counters["bad_messages"] == 1
     bench.dispatch(TEN, number=2)
     bench.step(50)
