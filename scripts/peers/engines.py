@@ -40,6 +40,7 @@ ENGINES = (
     Engine("onnxruntime", "onnxruntime", "onnxruntime_engine.py", "onnx"),
     Engine("ctranslate2", "ctranslate2", "ctranslate2_engine.py", "ctranslate2"),
     Engine("llmrt", None, "llmrt_engine.py", "model.gguf"),
+    Engine("llmrt-torch", None, "llmrt_torch_engine.py", "model.gguf"),
     Engine("llmrt-served", None, "llmrt_served_engine.py", "model.gguf"),
 )
 BY_NAME = {engine.name: engine for engine in ENGINES}

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workload import Clock, Prompt, measure, parse_options
 
@@ -13,6 +14,9 @@ from llmrt.engine.cpu_program import load_program
 from llmrt.kvtransfer.layout import blocks_for
 from llmrt.models.loading import open_model
 from llmrt.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:  # the compiled path imports no torch
+    from llmrt.engine.torch_device import TorchDevice
 
 # A worker's default.
 _STEP_TOKENS = 512
@@ -28,7 +32,7 @@ def open_device(path: Path, threads: int) -> CpuDevice:
 
 
 def measure_llmrt_in_process(
-    device: CpuDevice, prompts: Sequence[Prompt], new_tokens: int
+    device: "CpuDevice | TorchDevice", prompts: Sequence[Prompt], new_tokens: int
 ) -> Clock:
     """Prefill all prompts, then decode all of them in one batch per step."""
     blocks_each = blocks_for(len(prompts[0]) + new_tokens)
