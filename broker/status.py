@@ -61,6 +61,8 @@ def _worker_row(state: State, worker: Worker, now: float) -> WorkerRow:
         numerics_id=worker.card.contract.numerics_id,
         steps_s=round(load.steps_s, 6),
         python_s=round(load.python_s, 6),
+        num_drafted=load.num_drafted,
+        num_accepted=load.num_accepted,
     )
 
 

@@ -315,4 +315,6 @@ def _outcome(header: Header, frames: list[bytes]) -> tuple[str, dict[str, Any]]:
         "timings_ms": finished.timings_ms,
         "prefill_worker": finished.prefill_worker,
         "num_preemptions": finished.num_preemptions,
+        "num_drafted": finished.num_drafted,
+        "num_accepted": finished.num_accepted,
     }

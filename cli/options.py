@@ -96,6 +96,8 @@ WORKER_HELP = {
     "transfer": "how KV blocks pass between workers: auto, shm or tcp",
     "placement": "where prompts are computed: auto, local or remote",
     "stream_interval_ms": "send tokens that come within so many milliseconds together",
+    "speculative": "guess tokens of texts that repeat themselves: off or ngram",
+    "speculative_tokens": "most guesses in a step, 1 to 16",
     "has_prefix_cache": "keep the KV cache of prompts for later ones",
     "trust_remote_code": "accepted for compatibility: code from a model folder is never run",
     "validate": "assert all invariants after every event",

@@ -232,4 +232,6 @@ def _result(request_id: RequestId, events: Iterable[StreamEvent], outcome: Outco
         prefill_worker=outcome.prefill_worker,
         stop=outcome.stop,
         logprobs=tuple(logprobs) or None,
+        num_drafted=outcome.num_drafted,
+        num_accepted=outcome.num_accepted,
     )

@@ -36,7 +36,8 @@ class Result:
 
     `request_id` is in hex, as in logs. `finish_reason` is stop or length; `stop` is the stop
     string or token id that ended it. `timings_ms` has the time of every stage. `decode_worker`
-    emitted the tokens, `prefill_worker` computed the prompt.
+    emitted the tokens, `prefill_worker` computed the prompt. Speculative decoding guessed
+    `num_drafted` tokens, `num_accepted` of them rightly.
     """
 
     request_id: str
@@ -49,6 +50,8 @@ class Result:
     prefill_worker: str
     stop: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 Outcome: TypeAlias = Finished | PsReply | tuple[int, ...] | Welcome | LlmrtError

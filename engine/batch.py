@@ -8,7 +8,7 @@ where the device waits.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NewType, Protocol
 
 import msgspec
@@ -39,13 +39,28 @@ class SampleSpec(msgspec.Struct, frozen=True, gc=False):
     num_prompt: int
     banned: tuple[int, ...] = ()
 
+    def behind(self, token_ids: "array[int]") -> "SampleSpec":
+        """How to draw the token behind `token_ids`, which come next in the sequence."""
+        position = self.position + len(token_ids)
+        is_banned = position - self.num_prompt < self.params.min_tokens
+        return SampleSpec(
+            self.params,
+            self.seed,
+            position,
+            self.token_ids + token_ids if self.token_ids else self.token_ids,
+            self.num_prompt,
+            self.banned if is_banned else (),
+        )
+
 
 class Row(msgspec.Struct, frozen=True, gc=False):
     """One sequence's part of a step: compute `token_ids` at positions `start` on.
 
     `blocks` is the block table in `arena`: entry i holds positions [i * 32, (i + 1) * 32).
     KV of positions below `start` is there already; the step writes that of the new positions.
-    `sample` is None for a prefill chunk that is not the last.
+    `sample` is None for a prefill chunk that is not the last. The last `num_drafts` of `token_ids`
+    are guesses of what is drawn behind the tokens before them; `sample` then is of the first of
+    these places, whose token is the one in front of the drafts.
     """
 
     sequence_id: SequenceId
@@ -54,14 +69,20 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     start: int
     blocks: "array[int]"
     sample: SampleSpec | None = None
+    num_drafts: int = 0
+
+    @property
+    def num_logits(self) -> int:
+        """The last so many tokens are drawn behind."""
+        return 0 if self.sample is None else self.num_drafts + 1
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
     """The rows of a step.
 
-    One that `follows` was made while the step before ran. Each of its rows is a decode, whose token
-    that step draws: whoever runs it calls `fill` in between, and runs it only if that step did not
-    fail.
+    One that `follows` was made while the step before, which has no drafts, ran. Each of its rows is
+    a decode, whose first token that step draws: whoever runs it calls `fill` in between, and runs
+    it only if that step did not fail.
     """
 
     step_id: int
@@ -84,14 +105,15 @@ class Logprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class Drawn(msgspec.Struct, frozen=True):
-    """The token drawn for a row with `sample`, with log probabilities if wanted.
+    """The tokens drawn for a row with `sample`, with log probabilities of each if wanted.
 
-    `error` is set, and `token_id` is -1, if this row alone failed (its logits are not finite).
+    It is one token, and one more for each draft that is what was drawn at its place. `error` is
+    set, and there is no token, if this row alone failed (its logits are not finite).
     """
 
     sequence_id: SequenceId
-    token_id: int
-    logprobs: Logprobs | None = None
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
     error: LlmrtError | None = None
 
 
@@ -113,9 +135,36 @@ def fill(batch: Batch, before: StepResult) -> None:
 
     A row that failed there gets some token: its sequence has ended, and so its row counts no more.
     """
-    token_ids = {drawn.sequence_id: drawn.token_id for drawn in before.drawn}
+    token_ids = {drawn.sequence_id: drawn.token_ids for drawn in before.drawn}
     for row in batch.rows:
-        row.token_ids[0] = max(0, token_ids[row.sequence_id])
+        row.token_ids[0] = next(iter(token_ids[row.sequence_id]), 0)
+
+
+def draw_behind(
+    row: Row, sample: SampleSpec, draw: Callable[[int, SampleSpec], tuple[int, Logprobs | None]]
+) -> Drawn:
+    """Draw the token of a row, and the next one while it is the draft at its place.
+
+    `draw(place, spec)` draws behind the token of one of the row's `num_logits` places. An error
+    behind the first one ends the row there: the step that begins with that place meets it again.
+    """
+    first = len(row.token_ids) - row.num_drafts
+    token_ids: list[int] = []
+    logprobs: list[Logprobs] = []
+    for place in range(row.num_drafts + 1):
+        spec = sample.behind(row.token_ids[first : first + place]) if place else sample
+        try:
+            token_id, of_token = draw(place, spec)
+        except LlmrtError as error:
+            if not place:
+                return Drawn(row.sequence_id, (), error=error)
+            break
+        token_ids.append(token_id)
+        if of_token is not None:
+            logprobs.append(of_token)
+        if place == row.num_drafts or token_id != row.token_ids[first + place]:
+            break
+    return Drawn(row.sequence_id, tuple(token_ids), tuple(logprobs))
 
 
 class Device(Protocol):

@@ -19,8 +19,11 @@ from llmrt.engine.batch import (
     ArenaId,
     Batch,
     Drawn,
+    Logprobs,
     Row,
+    SampleSpec,
     StepResult,
+    draw_behind,
 )
 from llmrt.engine.cpu_cores import num_cores
 from llmrt.engine.cpu_program import CpuProgram
@@ -36,7 +39,7 @@ from llmrt.engine.device_parts import (
 )
 from llmrt.engine.sampler import draw_row, takes_best
 from llmrt.kernels.cpu import library as c
-from llmrt.wire.errors import ConfigError, LlmrtError
+from llmrt.wire.errors import ConfigError
 
 Logits = npt.NDArray[np.float32]
 # Changes with anything that changes a bit of a result.
@@ -126,25 +129,23 @@ class CpuDevice:
         started = perf_counter()
         num_logits = self._step(batch)
         best = self._best[:num_logits].tolist()
+        idx = 0  # of the row's first logits
+
+        def draw(place: int, spec: SampleSpec) -> tuple[int, Logprobs | None]:
+            best_id = best[idx + place]
+            if best_id >= 0 and takes_best(spec):
+                return best_id, None
+            return draw_row(self._logits[idx + place], spec)
+
         drawn: list[Drawn] = []
         for row in batch.rows:
-            sample = row.sample
-            if sample is None:
-                continue
-            idx = len(drawn)
-            if best[idx] >= 0 and takes_best(sample):
-                drawn.append(Drawn(row.sequence_id, best[idx]))
-                continue
-            try:
-                result = draw_row(self._logits[idx], sample)
-            except LlmrtError as error:
-                drawn.append(Drawn(row.sequence_id, -1, error=error))
-            else:
-                drawn.append(Drawn(row.sequence_id, *result))
+            if row.sample is not None:
+                drawn.append(draw_behind(row, row.sample, draw))
+                idx += row.num_logits
         return StepResult(batch.step_id, tuple(drawn), perf_counter() - started, self._computed_s)
 
     def forward(self, batch: Batch) -> Logits:
-        """Logits [rows with `sample`, vocab] of a step, whose KV is written. Raises as `run`."""
+        """Logits [sum of `num_logits`, vocab] of a step, whose KV is written. Raises as `run`."""
         num_logits = self._step(batch)
         return self._logits[:num_logits].copy()
 
@@ -160,7 +161,7 @@ class CpuDevice:
     def _step(self, batch: Batch, *, wants_all: bool = False) -> int:
         """Compute a step; its logits and best tokens lie in the first so many of the buffers.
 
-        They are of the last token of each row with `sample`, or of all tokens.
+        They are of the last `num_logits` tokens of each row, or of all tokens.
         """
         rows = batch.rows
         if not rows:
@@ -178,7 +179,7 @@ class CpuDevice:
                 raise wrong_arrays(row)
             table, num_table = row.blocks.buffer_info()
             num_tokens = len(row.token_ids)
-            num_wanted = num_tokens if wants_all else int(row.sample is not None)
+            num_wanted = num_tokens if wants_all else row.num_logits
             num_logits += num_wanted
             _ROW.pack_into(
                 self._rows,

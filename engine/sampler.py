@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmrt.engine.batch import Logprobs, SampleSpec
-from llmrt.wire.errors import InternalError, InvalidRequest, LlmrtError
+from llmrt.wire.errors import InternalError, InvalidRequest
 from llmrt.wire.sampling import SamplingParams
 
 Floats = npt.NDArray[np.float64]
@@ -36,17 +36,6 @@ _MASK_64 = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 # Most nuclei are smaller; one that is not is looked for among 8 times as many tokens, and so on.
 _FIRST_NUCLEUS = 256
-
-
-def draw(logits: npt.NDArray[np.float32], specs: Sequence[SampleSpec]) -> list[Draw | LlmrtError]:
-    """Draw one token per row of `logits` [num_rows, vocab]; a row's failure is its own entry."""
-    results: list[Draw | LlmrtError] = []
-    for row, spec in zip(logits, specs, strict=True):
-        try:
-            results.append(draw_row(row, spec))
-        except LlmrtError as error:
-            results.append(error)
-    return results
 
 
 def draw_row(logits: npt.NDArray[np.float32], spec: SampleSpec) -> Draw:

@@ -12,12 +12,19 @@ Rules that are hard to see in the code:
 - A local prompt gets blocks for its whole length when it starts; only decodes can run out, and
   then the policy names whom to preempt. A preempted sequence waits and is computed again from
   its tokens, by the same code as a new one.
+- With `num_drafts`, a decode of a sequence that repeats itself takes guesses along: they are
+  computed as if they had been drawn, and count up to the first one that was not. They take what
+  decodes, prefills and whoever waits leave of the step and of the blocks, and preempt nobody.
+  Blocks that only rejected ones needed go back when the step returns; garbage in others lies
+  behind `num_computed`, is never sealed, and later steps overwrite it.
 - While a step runs, the sequences in it keep their blocks, even if they are removed.
 - While a step runs, the next one may be made *ahead*, if it consists of decodes alone, as if every
   sequence went on: its tokens are filled in by whoever runs it, between the two, so that the
   device need not wait for the scheduler. A sequence that ends with the first of the two has a row
   in the second one for nothing; what that draws is dropped. Whoever waits for room or has just
-  come keeps the next step from being made ahead, so that he is in it.
+  come keeps the next step from being made ahead, so that he is in it. Nor is one made behind a
+  step with drafts: how many tokens that gives is not known. One that is made ahead may have drafts
+  itself: what is guessed behind the token that is being drawn, if that is guessed rightly, too.
 """
 
 from array import array
@@ -25,6 +32,7 @@ from dataclasses import dataclass
 
 from llmrt.engine import policy
 from llmrt.engine.batch import LOCAL_ARENA, Batch, Drawn, Row, SequenceId, StepResult
+from llmrt.engine.ngram_drafter import NgramDrafter
 from llmrt.engine.sequence import Sequence
 from llmrt.kvtransfer.block_hash import hash_blocks
 from llmrt.kvtransfer.layout import blocks_for
@@ -32,18 +40,22 @@ from llmrt.kvtransfer.ledger import Ledger
 from llmrt.wire.ids import BlockId
 from llmrt.wire.kv import BLOCK_TOKENS
 
+_NO_DRAFTS = array("I")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
     """`step_tokens` bounds a step; `chunk_tokens` is the grid on which prefill chunks end.
 
-    A step that takes two chunks lets a short prompt pass beside a long one.
+    A step that takes two chunks lets a short prompt pass beside a long one. `num_drafts` is the
+    most guesses in a decode; 0 guesses nothing.
     """
 
     max_running: int = 32
     step_tokens: int = 512
     chunk_tokens: int = 256
     has_prefix_cache: bool = True
+    num_drafts: int = 0
 
 
 class Scheduler:
@@ -60,6 +72,8 @@ class Scheduler:
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
         self._in_step: list[Sequence] = []
         self._in_ahead: list[Sequence] = []
 
@@ -128,10 +142,14 @@ class Scheduler:
         """The next step, or None if one is running or nothing can run."""
         if self.step is not None:
             return None
-        rows = self._decode_rows()
-        rows += self._prefill_rows(self.settings.step_tokens - len(rows))
-        if not rows:
+        decodes = self._take_decodes()
+        budget = self.settings.step_tokens - len(decodes)
+        chunks = self._take_chunks(budget)
+        if not decodes and not chunks:
             return None
+        drafts = self._drafts(decodes, budget - sum(num_tokens for _, num_tokens in chunks))
+        rows = [self._row(s, len(s.token_ids), of) for s, of in zip(decodes, drafts, strict=True)]
+        rows += [self._row(s, s.num_computed + num_tokens) for s, num_tokens in chunks]
         self.num_steps += 1
         self.step = Batch(self.num_steps, tuple(rows))
         return self.step
@@ -148,30 +166,33 @@ class Scheduler:
         self.num_steps += 1
         self.num_decode_tokens += len(sequences)
         self._in_ahead = sequences
-        self.ahead = Batch(self.num_steps, tuple(map(_row_ahead, sequences)), follows=True)
+        budget = self.settings.step_tokens - len(sequences)
+        rows = map(_row_ahead, sequences, self._drafts(sequences, budget, num_ahead=1))
+        self.ahead = Batch(self.num_steps, tuple(rows), follows=True)
         return self.ahead
 
     def complete(self, result: StepResult) -> list[tuple[Sequence, Drawn]]:
-        """The running step returned: the sequences that have a new token, or a failure instead.
+        """The running step returned: the sequences that have new tokens, or a failure instead.
 
         The step that was made ahead is the running one now.
         """
         assert self.step is not None
         assert self.step.step_id == result.step_id
         rows, sequences = self.step.rows, self._end_step()
+        by_id = {drawn.sequence_id: drawn for drawn in result.drawn}
+        with_tokens = []
         for sequence, row in zip(sequences, rows, strict=True):
-            if not sequence.is_removed:
-                sequence.num_computed = row.start + len(row.token_ids)
-                self._seal(sequence)
-        by_id = {sequence.sequence_id: sequence for sequence in sequences}
-        drawn = []
-        for token in result.drawn:
-            sequence = by_id[token.sequence_id]
-            if not sequence.is_removed:
-                if token.error is None:
-                    sequence.token_ids.append(token.token_id)
-                drawn.append((sequence, token))
-        return drawn
+            if sequence.is_removed:
+                continue
+            sequence.num_computed = row.start + len(row.token_ids) - row.num_drafts
+            if row.sample is not None:
+                drawn = by_id[sequence.sequence_id]
+                sequence.token_ids.extend(drawn.token_ids)
+                if row.num_drafts:
+                    self._end_drafts(sequence, row, drawn)
+                with_tokens.append((sequence, drawn))
+            self._seal(sequence)
+        return with_tokens
 
     def abandon_step(self) -> list[Sequence]:
         """The running step failed: what it computed is unknown, so its sequences are given back."""
@@ -228,7 +249,7 @@ class Scheduler:
         return (
             not self.waiting
             and all(sequence.in_step for sequence in self.running.values())
-            and all(row.sample is not None for row in self.step.rows)
+            and all(row.sample is not None and not row.num_drafts for row in self.step.rows)
             and not any(sequence.needs_history for sequence in self._in_step)
         )
 
@@ -241,15 +262,61 @@ class Scheduler:
             sequence.blocks.extend(blocks)
         return True
 
-    def _decode_rows(self) -> list[Row]:
-        rows = []
+    def _take_decodes(self) -> list[Sequence]:
+        """All that decode, with room for their last token; nobody takes their blocks any more."""
+        sequences = []
         for sequence in sorted(self.running.values(), key=lambda s: s.sort_key):
             if sequence.is_prefilling or sequence.sequence_id not in self.running:
                 continue
             if self._grow(sequence):
-                rows.append(self._row(sequence, len(sequence.token_ids)))
-        self.num_decode_tokens += len(rows)
-        return rows
+                sequence.in_step = True
+                sequences.append(sequence)
+        self.num_decode_tokens += len(sequences)
+        return sequences
+
+    def _drafts(
+        self, decodes: list[Sequence], budget: int, num_ahead: int = 0
+    ) -> "list[array[int]]":
+        """What may follow each, behind `num_ahead` tokens that are being drawn.
+
+        Together at most `budget` tokens.
+        """
+        drafts = []
+        for sequence in decodes:
+            drafts.append(self._draft(sequence, budget, num_ahead))
+            budget -= len(drafts[-1])
+        return drafts
+
+    def _draft(self, sequence: Sequence, budget: int, num_ahead: int) -> "array[int]":
+        length = len(sequence.token_ids) + num_ahead
+        # The token behind the last draft is drawn as well.
+        num_drafts = min(self.settings.num_drafts, budget, sequence.max_length - length - 1)
+        if num_drafts < 1 or sequence.arena != LOCAL_ARENA:
+            return _NO_DRAFTS
+        if sequence.drafter is None:
+            sequence.drafter = NgramDrafter()
+        drafts = sequence.drafter.propose(sequence.token_ids, num_ahead + num_drafts)[num_ahead:]
+        missing = blocks_for(length + len(drafts)) - len(sequence.blocks)
+        if missing > 0:
+            is_free = not self.waiting and self.has_room(missing)
+            blocks = self.ledger.allocate(missing) if is_free else None
+            if blocks is None:
+                return drafts[: len(sequence.blocks) * BLOCK_TOKENS - length]
+            sequence.blocks.extend(blocks)
+        return drafts
+
+    def _end_drafts(self, sequence: Sequence, row: Row, drawn: Drawn) -> None:
+        """The drafts of a row, whose tokens the sequence has now: those accepted have KV."""
+        assert sequence.drafter is not None
+        num_accepted = max(0, len(drawn.token_ids) - 1)
+        sequence.num_computed += num_accepted
+        sequence.drafter.learn(row.num_drafts, num_accepted)
+        self.num_drafted += row.num_drafts
+        self.num_accepted += num_accepted
+        self.num_decode_tokens += num_accepted
+        num_blocks = blocks_for(len(sequence.token_ids))
+        self.ledger.release([BlockId(block) for block in sequence.blocks[num_blocks:]])
+        del sequence.blocks[num_blocks:]
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give a decoding sequence room for its last token; False if it was preempted for that."""
@@ -274,18 +341,19 @@ class Scheduler:
         sequence.is_placed = False
         self.waiting[sequence.sequence_id] = sequence
 
-    def _prefill_rows(self, budget: int) -> list[Row]:
-        rows: list[Row] = []
+    def _take_chunks(self, budget: int) -> list[tuple[Sequence, int]]:
+        """What prefills in this step, and how many tokens of it."""
+        chunks: list[tuple[Sequence, int]] = []
         self._admit()
-        # Also one that was admitted with all but its last token cached: it has no decode row yet.
+        # Also one that was admitted with all but its last token cached: it is no decode yet.
         prefilling = [s for s in self.running.values() if not s.in_step]
         for sequence in policy.prefill_order(prefilling):
             num_tokens = self._chunk_tokens(sequence)
-            if num_tokens <= budget or not rows:
-                rows.append(self._row(sequence, sequence.num_computed + num_tokens))
+            if num_tokens <= budget or not chunks:
+                chunks.append((sequence, num_tokens))
                 budget -= num_tokens
                 self.num_prefill_tokens += num_tokens
-        return rows
+        return chunks
 
     def _chunk_tokens(self, sequence: Sequence) -> int:
         """Tokens up to the next line of the grid, or to the end of the prompt."""
@@ -320,17 +388,18 @@ class Scheduler:
         self.running[sequence.sequence_id] = sequence
         return True
 
-    def _row(self, sequence: Sequence, end: int) -> Row:
+    def _row(self, sequence: Sequence, end: int, drafts: "array[int]" = _NO_DRAFTS) -> Row:
         sequence.in_step = True
         self._in_step.append(sequence)
         is_last = end == len(sequence.token_ids)
         return Row(
             sequence.sequence_id,
             sequence.arena,
-            sequence.token_ids[sequence.num_computed : end],
+            sequence.token_ids[sequence.num_computed : end] + drafts,
             sequence.num_computed,
             sequence.blocks[:],
             sequence.sample_spec() if is_last else None,
+            len(drafts),
         )
 
     def _hash(self, sequence: Sequence) -> None:
@@ -359,13 +428,14 @@ class Scheduler:
             sequence.num_computed = sequence.num_sealed = 0
 
 
-def _row_ahead(sequence: Sequence) -> Row:
-    """The decode of the token that the running step draws."""
+def _row_ahead(sequence: Sequence, drafts: "array[int]") -> Row:
+    """The decode of the token that the running step draws, and of drafts behind it."""
     return Row(
         sequence.sequence_id,
         sequence.arena,
-        array("I", (0,)),
+        array("I", (0,)) + drafts,
         len(sequence.token_ids),
         sequence.blocks[:],
         sequence.sample_spec(num_ahead=1),
+        len(drafts),
     )

@@ -4,6 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from llmrt.engine.batch import LOCAL_ARENA, ArenaId, SampleSpec, SequenceId
+from llmrt.engine.ngram_drafter import NgramDrafter
 from llmrt.wire.sampling import SamplingParams
 
 _NO_HISTORY = array("I")
@@ -19,7 +20,8 @@ class Sequence:
     `num_sealed` blocks are in the prefix cache. `num_cached` prompt tokens were found there when
     the sequence first ran; it is told to the user, and nothing is decided by it. A waiting sequence
     starts here once `is_placed`; while it is parked, `num_parked` blocks are granted for it.
-    `max_length` bounds `token_ids`. `order` sorts sequences of one priority, oldest first.
+    `max_length` bounds `token_ids`. `drafter` is there once it decodes with drafts. `order` sorts
+    sequences of one priority, oldest first.
     """
 
     sequence_id: SequenceId
@@ -43,10 +45,19 @@ class Sequence:
     in_step: bool = False
     is_removed: bool = False
     num_preemptions: int = 0
+    drafter: NgramDrafter | None = None
 
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_drafted(self) -> int:
+        return self.drafter.num_drafted if self.drafter else 0
+
+    @property
+    def num_accepted(self) -> int:
+        return self.drafter.num_accepted if self.drafter else 0
 
     @property
     def num_pending(self) -> int:

@@ -15,8 +15,11 @@ from llmrt.engine.batch import (
     ArenaId,
     Batch,
     Drawn,
+    Logprobs,
     Row,
+    SampleSpec,
     StepResult,
+    draw_behind,
 )
 from llmrt.engine.device_parts import (
     check_new_arena,
@@ -27,7 +30,7 @@ from llmrt.engine.device_parts import (
     unknown_block,
     unknown_token,
 )
-from llmrt.engine.sampler import draw
+from llmrt.engine.sampler import draw_row
 from llmrt.engine.torch_decoder import TorchDecoder
 from llmrt.engine.torch_step import Pages, TorchStep
 from llmrt.kernels.torch_linear import compute_dtype, multiplies_bf16
@@ -122,18 +125,20 @@ class TorchDevice:
         started = perf_counter()
         logits = self.forward(batch)
         computed_s = perf_counter() - started
-        sampled = [row for row in batch.rows if row.sample is not None]
-        draws = draw(logits, [row.sample for row in sampled if row.sample is not None])
-        drawn = tuple(
-            Drawn(row.sequence_id, *result)
-            if isinstance(result, tuple)
-            else Drawn(row.sequence_id, -1, error=result)
-            for row, result in zip(sampled, draws, strict=True)
-        )
-        return StepResult(batch.step_id, drawn, perf_counter() - started, computed_s)
+        idx = 0  # of the row's first logits
+
+        def draw(place: int, spec: SampleSpec) -> tuple[int, Logprobs | None]:
+            return draw_row(logits[idx + place], spec)
+
+        drawn: list[Drawn] = []
+        for row in batch.rows:
+            if row.sample is not None:
+                drawn.append(draw_behind(row, row.sample, draw))
+                idx += row.num_logits
+        return StepResult(batch.step_id, tuple(drawn), perf_counter() - started, computed_s)
 
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Logits [rows with `sample`, vocab] of a step, whose KV is written. Raises as `run`."""
+        """Logits [sum of `num_logits`, vocab] of a step, whose KV is written. Raises as `run`."""
         for row in batch.rows:
             self._check(row)
         if not batch.rows:

@@ -42,7 +42,7 @@ class _Placed:
 class TorchStep:
     """The tokens of a step and their cache.
 
-    `sampled` are the indices of the last tokens of rows with `sample`, in the batch's order.
+    `sampled` are the indices of the last `num_logits` tokens of each row, in the batch's order.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class TorchStep:
         self.token_ids = torch.from_numpy(
             np.concatenate([np.asarray(row.token_ids, np.int64) for row in ordered])
         )
-        last = np.empty(len(rows), np.int64)
-        last[order] = ends - 1
-        self.sampled = torch.from_numpy(last[[row.sample is not None for row in rows]])
+        end_of = dict(zip(order, ends.tolist(), strict=True))
+        sampled = [np.arange(end_of[i] - rows[i].num_logits, end_of[i]) for i in range(len(rows))]
+        self.sampled = torch.from_numpy(np.concatenate(sampled))
 
         self._placed: list[_Placed] = []
         for _, members in groupby(range(len(order)), key=lambda i: _part_key(ordered[i], order[i])):

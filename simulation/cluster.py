@@ -4,6 +4,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from llmrt.broker.settings import BrokerSettings
 from llmrt.simulation.content import expected_tokens, text_of
@@ -23,7 +24,10 @@ DEATH_NOTICE_S = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How many workers of which role, and how blocks travel between them."""
+    """How many workers of which role, and how blocks travel between them.
+
+    With `num_drafts` requests want texts that repeat themselves, some with penalties or a stop.
+    """
 
     num_both: int = 0
     num_prefill: int = 0
@@ -32,6 +36,7 @@ class Layout:
     num_blocks: int = 48
     max_context: int = 512
     stream_interval_s: float = 0.0
+    num_drafts: int = 0
 
 
 SPLIT = Layout(num_prefill=2, num_decode=2)
@@ -81,6 +86,7 @@ class Cluster:
             transfer=self.layout.transfer,
             num_blocks=self.layout.num_blocks,
             stream_interval_s=self.layout.stream_interval_s,
+            num_drafts=self.layout.num_drafts,
         )
         self.workers[worker_id] = worker
         self.world.after(0, lambda: worker.handle(worker.tick))
@@ -152,10 +158,20 @@ class Cluster:
             min_tokens=rng.choice([0, 0, 1]),
             seed=rng.randrange(1 << 32),
             temperature=1.0,
+            **(self._repeating() if self.layout.num_drafts else {}),
         )
         request_id = self.submit(client, shared + own, params, deadline_s=deadline_s)
         if rng.random() < 0.1:
             self.world.after(rng.uniform(0, 1.0), lambda: client.cancel(request_id))
+
+    def _repeating(self) -> dict[str, Any]:
+        """What of a request makes its text repeat itself, and end anywhere in it."""
+        rng = self.world.rng
+        return {
+            "top_k": rng.choice([1, 2, 3]),
+            "frequency_penalty": rng.choice([0.0, 0.0, 0.5]),
+            "stop": rng.choice([(), (), ("de df",), ("e dd de d",)]),
+        }
 
     # -- promises ----------------------------------------------------------------------------
 
@@ -185,7 +201,8 @@ class Cluster:
             return end.error_code
         assert isinstance(end, m.Finished)
         assert outcome.tokens == expected, "a stream finished before its end"
-        assert outcome.text == text_of(expected), "the text is not that of the tokens"
+        text = text_of(expected, *outcome.params.stop)
+        assert outcome.text == text, "the text is not that of the tokens"
         assert end.usage.completion_tokens == len(expected)
         assert end.usage.prompt_tokens == len(outcome.prompt)
         return end.finish_reason

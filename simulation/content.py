@@ -7,11 +7,21 @@ the chain, which changes every token after it, and the text tells.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from llmrt.engine.batch import ArenaId, Batch, Drawn, Row, SequenceId, StepResult
+from llmrt.engine.batch import (
+    ArenaId,
+    Batch,
+    Drawn,
+    Logprobs,
+    Row,
+    SampleSpec,
+    StepResult,
+    draw_behind,
+)
 from llmrt.kvtransfer.ledger import Ledger
 from llmrt.wire.ids import BlockId
 from llmrt.wire.kv import BLOCK_TOKENS, KvContract
@@ -53,17 +63,22 @@ def fold(digest: bytes, token_id: int) -> bytes:
     return blake2b(digest + token_id.to_bytes(4, "little"), digest_size=8).digest()
 
 
-def next_token(digest: bytes, seed: int, position: int, banned: tuple[int, ...]) -> int:
-    """The token behind a prefix: some 1 in 64 ends the text."""
-    salt = seed.to_bytes(8, "little") + position.to_bytes(4, "little")
+def next_token(digest: bytes, sample: SampleSpec) -> int:
+    """The token behind a prefix: some 1 in 64 ends the text.
+
+    `top_k` above 0 bounds how many words occur: with few of them a text repeats itself. With
+    penalties, how often each token occurred decides, too.
+    """
+    num_words = sample.params.top_k or VOCAB_SIZE - NUM_CONTROL
+    salt = sample.seed.to_bytes(8, "little") + sample.position.to_bytes(4, "little")
+    if sample.token_ids:
+        salt += blake2b(repr(sorted(Counter(sample.token_ids).items())).encode()).digest()
     for attempt in range(256):
         draw = blake2b(digest + salt + bytes([attempt]), digest_size=4).digest()
         value = int.from_bytes(draw, "little")
-        if value % 64 == 0:
-            token_id = EOS_TOKEN_ID
-        else:
-            token_id = NUM_CONTROL + value // 64 % (VOCAB_SIZE - NUM_CONTROL)
-        if token_id not in banned:
+        word = NUM_CONTROL + value // 64 % num_words
+        token_id = word if value % 64 else EOS_TOKEN_ID
+        if token_id not in sample.banned:
             return token_id
     raise AssertionError("256 draws are all banned")
 
@@ -75,28 +90,38 @@ def expected_tokens(prompt: "array[int]", params: SamplingParams, max_context: i
         digest = fold(digest, token_id)
     room = max_context - len(prompt)
     limit = min(room, params.max_tokens) if params.max_tokens is not None else room
+    ends = (EOS_TOKEN_ID, *params.stop_token_ids)
+    has_penalties = bool(params.frequency_penalty)
     tokens: list[int] = []
     while len(tokens) < limit:
-        ends = (EOS_TOKEN_ID, *params.stop_token_ids)
-        banned = tuple(sorted(ends)) if len(tokens) < params.min_tokens else ()
-        token_id = next_token(digest, params.seed or 0, len(prompt) + len(tokens), banned)
+        sample = SampleSpec(
+            params,
+            params.seed or 0,
+            len(prompt) + len(tokens),
+            prompt + array("I", tokens) if has_penalties else array("I"),
+            len(prompt),
+            tuple(sorted(ends)) if len(tokens) < params.min_tokens else (),
+        )
+        token_id = next_token(digest, sample)
         tokens.append(token_id)
-        if token_id in params.stop_token_ids or (
-            token_id == EOS_TOKEN_ID and not params.ignore_eos
-        ):
+        is_end = token_id == EOS_TOKEN_ID and not params.ignore_eos
+        if is_end or token_id in params.stop_token_ids:
+            break
+        if any(stop in text_of(tokens) for stop in params.stop):
             break
         digest = fold(digest, token_id)
     return tokens
 
 
+def text_of(tokens: list[int], stop: str | None = None) -> str:
+    """What a reader of these tokens sees, up to `stop`."""
+    words = SimVocabulary().token_bytes
+    text = b"".join(words[token_id] for token_id in tokens).decode()
+    return text if stop is None else text.partition(stop)[0]
+
+
 Slot = tuple[bytes, bytes]
 BROKEN = b"broken"
-
-
-def text_of(tokens: list[int]) -> str:
-    """What a reader of these tokens sees."""
-    words = SimVocabulary().token_bytes
-    return b"".join(words[token_id] for token_id in tokens).decode()
 
 
 @dataclass(slots=True)
@@ -156,21 +181,29 @@ class SimDevice:
         """Execute a step; with `num_slots` the process dies after writing that many."""
         drawn: list[Drawn] = []
         for row in batch.rows:
-            digest, num_slots = self._compute(row, num_slots)
-            if row.sample is not None:
-                sample = row.sample
-                token_id = next_token(digest, sample.seed, sample.position, sample.banned)
-                drawn.append(Drawn(SequenceId(row.sequence_id), token_id))
+            digests, num_slots = self._compute(row, num_slots)
+            if row.sample is not None and len(digests) == len(row.token_ids):
+                of_places = digests[-row.num_logits :]
+
+                def draw(
+                    place: int, spec: SampleSpec, digests: list[bytes] = of_places
+                ) -> tuple[int, Logprobs | None]:
+                    return next_token(digests[place], spec), None
+
+                drawn.append(draw_behind(row, row.sample, draw))
         return StepResult(batch.step_id, tuple(drawn), 0.0, 0.0)
 
-    def _compute(self, row: Row, num_slots: int | None) -> tuple[bytes, int | None]:
+    def _compute(self, row: Row, num_slots: int | None) -> tuple[list[bytes], int | None]:
+        """Write the slots of a row; the hashes behind its tokens."""
+        digests: list[bytes] = []
         arena = self.arenas[row.arena]
         digest = arena.read(row.blocks, row.start)
         for i, token_id in enumerate(row.token_ids):
             if num_slots is not None:
                 if num_slots == 0:
-                    return digest, 0
+                    return digests, 0
                 num_slots -= 1
             before, digest = digest, fold(digest, token_id)
             arena.write(self.name, row.blocks, row.start + i, (before, digest))
-        return digest, num_slots
+            digests.append(digest)
+        return digests, num_slots

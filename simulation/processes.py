@@ -158,6 +158,7 @@ class SimWorker(Process):
         transfer: str,
         num_blocks: int,
         stream_interval_s: float,
+        num_drafts: int,
     ) -> None:
         pid = cluster.new_pid()
         self.worker = name
@@ -168,7 +169,10 @@ class SimWorker(Process):
         self.device = SimDevice(self.arena.name)
         self.device.arenas[LOCAL_ARENA] = self.arena
         self.scheduler = Scheduler(
-            self.ledger, SchedulerSettings(max_running=8, step_tokens=128, chunk_tokens=64)
+            self.ledger,
+            SchedulerSettings(
+                max_running=8, step_tokens=128, chunk_tokens=64, num_drafts=num_drafts
+            ),
         )
         settings = CoreSettings(
             name=name,

@@ -126,7 +126,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a stream. `finish_reason`: stop, length or cancelled.
 
     `timings_ms` has every stage in milliseconds of the process that measured it. Text that a stop
-    string held back comes before it, in the last step row.
+    string held back comes before it, in the last step row. Its last worker drafted `num_drafted`
+    tokens, of which `num_accepted` were what was drawn, some perhaps behind the end.
     """
 
     finish_reason: str
@@ -136,6 +137,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     prefill_worker: str
     num_preemptions: int = 0
     stop: str | int | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,8 +151,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """One worker as `ps` shows it.
 
-    `numerics_id` is that of its contract. `steps_s` and `python_s` are those of its `Load`, None
-    if the broker does not tell.
+    `numerics_id` is that of its contract. `steps_s`, `python_s`, `num_drafted` and `num_accepted`
+    are those of its `Load`, None if the broker does not tell.
     """
 
     worker_id: str
@@ -169,6 +172,8 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     numerics_id: str = ""
     steps_s: float | None = None
     python_s: float | None = None
+    num_drafted: int | None = None
+    num_accepted: int | None = None
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,6 +227,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     `kv_bytes_read` were copied out of other workers' arenas; a hand-over in place copies none.
     `steps_s` sums the time from the return of a step to that of the next one, where the next one
     could start at once; `python_s` is what of it was not spent in the model's computation.
+    `num_drafted` tokens were guessed by speculative decoding, `num_accepted` of them rightly; the
+    latter are among `num_decode_tokens`.
     """
 
     num_running: int = 0
@@ -234,6 +241,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     kv_bytes_read: int = 0
     steps_s: float = 0.0
     python_s: float = 0.0

@@ -5,6 +5,7 @@ of a request that come within it after its last row are held, and leave as one r
 with the end, or before the worker leaves. The first token never waits.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from llmrt.wire import messages as m
@@ -24,10 +25,10 @@ class End(NamedTuple):
     stop: str | int | None = None
 
 
-class Token(NamedTuple):
-    """A token of a request, and the end if it is the last; `text` is None until it is wanted."""
+class Tokens(NamedTuple):
+    """Tokens of a request, and the end behind the last; `text` is None until it is wanted."""
 
-    token_id: int
+    token_ids: Sequence[int]
     text: str | None
     end: End | None
 
@@ -42,29 +43,38 @@ class Answers:
         self._ends: list[SendBroker] = []
         self._holding: dict[RequestId, OwnedRequest] = {}
 
-    def judge(self, request: OwnedRequest, token_id: int) -> Token:
-        """Whether the token that was appended last is the request's last one.
+    def judge(self, request: OwnedRequest, token_ids: Sequence[int]) -> Tokens:
+        """Of the tokens that were appended last, those that the request has; whether it ends.
 
-        Its text is made only where a stop string may be in it: the next step waits for this.
+        Text is made only where a stop string may be in it: the next step waits for this.
         """
-        text = self._text(request, token_id) if request.generate.sampling.stop else None
-        return Token(token_id, text, self.end_after(request, token_id))
+        assert request.sequence is not None
+        has_stops = bool(request.generate.sampling.stop)
+        length = len(request.sequence.token_ids) - len(token_ids)
+        text = ""
+        for i, token_id in enumerate(token_ids, 1):
+            if has_stops:
+                text += self._text(request, token_id)
+            end = self.end_after(request, token_id, length + i)
+            if end is not None:
+                return Tokens(token_ids[:i], text if has_stops else None, end)
+        return Tokens(token_ids, text if has_stops else None, None)
 
-    def token(self, request: OwnedRequest, token: Token, extras: bytes) -> None:
-        """Emit one token."""
+    def tokens(self, request: OwnedRequest, tokens: Tokens, extras: bytes) -> None:
+        """Emit what one step gave."""
         detokenizer = request.detokenizer
         assert detokenizer is not None
-        token_id, text, end = token
+        token_ids, text, end = tokens
         if text is None:
-            text = self._text(request, token_id)
+            text = "".join([self._text(request, token_id) for token_id in token_ids])
         if end is not None and detokenizer.matched_stop is None:
             text += detokenizer.flush()
-        row = make_row(request.request_id, request.attempt, request.num_emitted, [token_id], text)
-        request.num_emitted += 1
+        row = make_row(request.request_id, request.attempt, request.num_emitted, token_ids, text)
+        request.num_emitted += len(token_ids)
         self._send_or_hold(request, row._replace(extras=extras), is_last=end is not None)
 
-    def end_after(self, request: OwnedRequest, token_id: int) -> End | None:
-        """How the request ends if `token_id` was its last token; else None."""
+    def end_after(self, request: OwnedRequest, token_id: int, length: int) -> End | None:
+        """How the request ends if `token_id` was the last of `length` tokens; else None."""
         sequence, detokenizer = request.sequence, request.detokenizer
         assert sequence is not None
         assert detokenizer is not None
@@ -73,7 +83,7 @@ class Answers:
             return End("stop", token_id if is_stop else None)
         if detokenizer.matched_stop is not None:
             return End("stop", detokenizer.matched_stop)
-        return End("length") if len(sequence.token_ids) >= sequence.max_length else None
+        return End("length") if length >= sequence.max_length else None
 
     def finish(self, request: OwnedRequest, end: End) -> None:
         sequence = request.sequence
@@ -90,6 +100,8 @@ class Answers:
             prefill_worker=request.prefill_worker,
             num_preemptions=sequence.num_preemptions,
             stop=end.stop,
+            num_drafted=sequence.num_drafted,
+            num_accepted=sequence.num_accepted,
         )
         stages_ms = {f"{s}_ms": round(ms, 3) for s, ms in finished.timings_ms.items()}
         self._log(request, "finished", finish_reason=end.reason, **stages_ms)
@@ -188,6 +200,8 @@ class Answers:
             "output_tokens": request.num_emitted,
             "prefill_worker": request.prefill_worker,
             "num_preemptions": sequence.num_preemptions if sequence else 0,
+            "num_drafted": sequence.num_drafted if sequence else 0,
+            "num_accepted": sequence.num_accepted if sequence else 0,
         }
         self._context.log("request.served", "debug", **fields)
 

@@ -355,6 +355,8 @@ class WorkerCore:
             num_steps=scheduler.num_steps,
             num_prefill_tokens=scheduler.num_prefill_tokens,
             num_decode_tokens=scheduler.num_decode_tokens,
+            num_drafted=scheduler.num_drafted,
+            num_accepted=scheduler.num_accepted,
             kv_bytes_read=self._owned.grants.num_blocks_read * self._block_bytes,
             steps_s=self._clock.steps_s,
             python_s=self._clock.python_s,

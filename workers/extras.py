@@ -1,15 +1,17 @@
 """The extras of a step row: log probabilities of its tokens, as msgpack."""
 
+from collections.abc import Sequence
+
 import msgpack
 
 from llmrt.engine.batch import Logprobs
 
 
-def encode_extras(logprobs: Logprobs | None) -> bytes:
-    """One token's log probabilities: a list of one [drawn, [[id, log probability], ...]]."""
-    if logprobs is None:
+def encode_extras(logprobs: Sequence[Logprobs]) -> bytes:
+    """Log probabilities of tokens: a list of [drawn, [[id, log probability], ...]] of each."""
+    if not logprobs:
         return b""
-    packed: bytes = msgpack.packb([[logprobs.drawn, [list(pair) for pair in logprobs.top]]])
+    packed: bytes = msgpack.packb([[of.drawn, [list(pair) for pair in of.top]] for of in logprobs])
     return packed
 
 

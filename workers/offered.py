@@ -169,7 +169,7 @@ class OfferedPrefills:
         started_at = offered.started_at if offered.started_at is not None else returned_at
         offered.commit = m.Commit(
             grant_id=offered.grant_id,
-            token_id=drawn.token_id,
+            token_id=drawn.token_ids[0],
             num_cached=sequence.num_cached,
             queue_ms=(started_at - offered.received_at) * 1000,
             prefill_ms=(returned_at - started_at) * 1000,

@@ -31,7 +31,7 @@ from llmrt.wire.ids import Attempt, RequestId, WorkerId, WorkerName
 from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.wire.sampling import SamplingParams, check_sampling
 from llmrt.workers.admission import check_token_ids, max_length
-from llmrt.workers.answers import Answers, End, Token
+from llmrt.workers.answers import Answers, End, Tokens
 from llmrt.workers.context import WorkerContext
 from llmrt.workers.effects import Tokenize
 from llmrt.workers.extras import encode_extras
@@ -55,7 +55,7 @@ class OwnedRequests:
         self._deadlines: list[tuple[float, RequestId, Attempt]] = []
         self._ended: Tombstones[RequestId] = Tombstones()
         self._answers = Answers(context)
-        self._undelivered: list[tuple[OwnedRequest, Token, Drawn, float]] = []
+        self._undelivered: list[tuple[OwnedRequest, Tokens, Drawn, float]] = []
 
     # -- messages of the broker --------------------------------------------------------------
 
@@ -152,11 +152,11 @@ class OwnedRequests:
                 request.prefill_worker = self._context.settings.name.worker_id
 
     def drawn(self, sequence: Sequence, drawn: Drawn, returned_at: float) -> None:
-        """A step gave a token: one that is the last is not computed further."""
+        """A step gave tokens: behind the last one of a request nothing is computed further."""
         request = self._by_sequence[sequence.sequence_id]
-        token = self._answers.judge(request, drawn.token_id)
-        self._undelivered.append((request, token, drawn, returned_at))
-        if token.end is not None:
+        tokens = self._answers.judge(request, drawn.token_ids)
+        self._undelivered.append((request, tokens, drawn, returned_at))
+        if tokens.end is not None:
             self._context.scheduler.remove(sequence)
 
     def deliver(self) -> None:
@@ -164,12 +164,13 @@ class OwnedRequests:
         if not self._undelivered:
             return
         undelivered, self._undelivered = self._undelivered, []
-        for request, token, drawn, returned_at in undelivered:
+        for request, tokens, drawn, returned_at in undelivered:
             if request.first_token_at is None:
                 request.first_token_at = returned_at
                 assert request.started_at is not None
                 request.prefill_stages_ms = {"prefill": (returned_at - request.started_at) * 1000}
-            self._emit(request, token, encode_extras(drawn.logprobs))
+            extras = encode_extras(drawn.logprobs[: len(tokens.token_ids)])
+            self._emit(request, tokens, extras)
 
     def step_failed(self, sequences: Iterable[Sequence], error: LlmrtError) -> None:
         for sequence in sequences:
@@ -203,7 +204,7 @@ class OwnedRequests:
         self._context.scheduler.join(
             arrival.sequence, arrival.blocks, commit.token_id, num_sealed=arrival.num_sealed
         )
-        self._emit(request, self._answers.judge(request, commit.token_id), commit.extras)
+        self._emit(request, self._answers.judge(request, (commit.token_id,)), commit.extras)
 
     def prompt_failed(self, sequence: Sequence, reason: str) -> None:
         """The prompt was not computed there: it waits again, and that worker is not asked again."""
@@ -264,7 +265,7 @@ class OwnedRequests:
         self._answers.check()
         scheduler = self._context.scheduler
         # Ended, and not yet told.
-        ended = {r.sequence for r, token, *_ in self._undelivered if token.end is not None}
+        ended = {r.sequence for r, tokens, *_ in self._undelivered if tokens.end is not None}
         for sequence_id, request in self._by_sequence.items():
             places = (scheduler.waiting, scheduler.running, scheduler.parked)
             num_places = sum(sequence_id in place for place in places)
@@ -370,7 +371,8 @@ class OwnedRequests:
         request.stage = "waiting"
         self._by_sequence[sequence.sequence_id] = request
         # What was passed on may hold the last token already, and only the end was lost.
-        end = self._answers.end_after(request, request.forced[-1]) if request.forced else None
+        forced, length = request.forced, len(sequence.token_ids)
+        end = self._answers.end_after(request, forced[-1], length) if forced else None
         if end is not None:
             self._finish(request, end)
         else:
@@ -392,11 +394,11 @@ class OwnedRequests:
         if request.started_at is None:
             request.started_at = self._context.now
 
-    def _emit(self, request: OwnedRequest, token: Token, extras: bytes) -> None:
+    def _emit(self, request: OwnedRequest, tokens: Tokens, extras: bytes) -> None:
         request.stage = "decode"
-        self._answers.token(request, token, extras)
-        if token.end is not None:
-            self._finish(request, token.end)
+        self._answers.tokens(request, tokens, extras)
+        if tokens.end is not None:
+            self._finish(request, tokens.end)
 
     def _finish(self, request: OwnedRequest, end: End) -> None:
         self._answers.finish(request, end)

@@ -44,6 +44,8 @@ WORKER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 ROLES = ("both", "prefill", "decode")
 TRANSFERS = ("auto", "shm", "tcp")
 PLACEMENTS = ("auto", "local", "remote")
+SPECULATIVE = ("off", "ngram")
+MAX_DRAFTS = 16
 
 
 async def serve(settings: WorkerSettings, *, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -130,6 +132,7 @@ async def _serve_model(
             step_tokens=settings.step_tokens,
             chunk_tokens=max(1, settings.step_tokens // 2),
             has_prefix_cache=settings.has_prefix_cache,
+            num_drafts=settings.speculative_tokens if settings.speculative == "ngram" else 0,
         ),
     )
     core_settings = CoreSettings(
@@ -224,7 +227,12 @@ def _shown_bar(name: str) -> Iterator[Progress]:
 
 
 def _check(settings: WorkerSettings) -> None:
-    for name, allowed in (("role", ROLES), ("transfer", TRANSFERS), ("placement", PLACEMENTS)):
+    for name, allowed in (
+        ("role", ROLES),
+        ("transfer", TRANSFERS),
+        ("placement", PLACEMENTS),
+        ("speculative", SPECULATIVE),
+    ):
         value = getattr(settings, name)
         if value not in allowed:
             raise ConfigError(f"{name} is {value!r}: one of {', '.join(allowed)} is needed")
@@ -235,6 +243,10 @@ def _check(settings: WorkerSettings) -> None:
     if settings.stream_interval_ms < 0:
         raise ConfigError(
             f"stream_interval_ms is {settings.stream_interval_ms}: 0 or more is needed"
+        )
+    if not 1 <= settings.speculative_tokens <= MAX_DRAFTS:
+        raise ConfigError(
+            f"speculative_tokens is {settings.speculative_tokens}: from 1 to {MAX_DRAFTS} is needed"
         )
     if settings.worker_id is not None and not WORKER_ID.fullmatch(settings.worker_id):
         raise ConfigError(

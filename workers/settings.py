@@ -15,6 +15,8 @@ class WorkerSettings:
     (in place, same host) or tcp. `placement` is auto, or local to prefill never elsewhere, or
     remote to prefill elsewhere whenever a prefill worker is alive. Tokens of a request that come
     within `stream_interval_ms` leave together, except the first; 0 sends each at once.
+    `speculative` ngram tries up to `speculative_tokens` guesses in a decode of a text that repeats
+    itself.
     """
 
     model: Path
@@ -36,6 +38,8 @@ class WorkerSettings:
     transfer: str = "auto"
     placement: str = "auto"
     stream_interval_ms: int = 0
+    speculative: str = "off"
+    speculative_tokens: int = 4
     has_prefix_cache: bool = True
     trust_remote_code: bool = False
     validate: bool = False

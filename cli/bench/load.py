@@ -67,13 +67,15 @@ class LoadGenerator:
             return Record(start_s, tuple(arrivals), error=error)
         finally:
             self.on_end()
-        usage = stream.result.usage
+        result = stream.result
         return Record(
             start_s,
             tuple(arrivals),
-            usage.prompt_tokens,
-            usage.cached_tokens,
-            self._fault(usage.completion_tokens),
+            result.usage.prompt_tokens,
+            result.usage.cached_tokens,
+            self._fault(result.usage.completion_tokens),
+            result.num_drafted,
+            result.num_accepted,
         )
 
     def _fault(self, num_tokens: int) -> LlmrtError | None:

@@ -35,6 +35,8 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: LlmrtError | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     @property
     def end_s(self) -> float:
@@ -94,6 +96,8 @@ def summarize(
     duration_s = sum(trial.duration_s for trial in trials)
     num_input = sum(record.prompt_tokens for record in done)
     num_output = sum(record.output_tokens for record in done)
+    num_drafted = sum(record.num_drafted for record in done)
+    num_accepted = sum(record.num_accepted for record in done)
     shares = [trial.python_share for trial in trials if trial.python_share is not None]
     return {
         "duration": duration_s,
@@ -115,6 +119,7 @@ def summarize(
         **_latencies("itl", [gap for record in done for gap in record.itls_s]),
         **_latencies("e2el", [record.e2el_s for record in done]),
         "python_share": statistics.fmean(shares) if shares else None,
+        "draft_acceptance_rate": num_accepted / num_drafted if num_drafted else None,
     }
 
 

@@ -27,6 +27,7 @@ HEADLINES: dict[str, tuple[str, Callable[[Trial], float | None]]] = {
 CONDITIONS = (
     *("model", "quantization", "weight_bytes", "device", "dtype", "kv_cache_dtype"),
     *("layout", "workers", "transfer", "numerics_id", "threads", "machine"),
+    *("speculative", "speculative_tokens"),
     *("context", "input_len", "output_len", "max_concurrency", "request_rate", "burstiness"),
     *("num_prompts", "seed", "goodput_limits_ms", "is_prefix_cached"),
 )

@@ -20,7 +20,10 @@ from llmrt.wire.errors import ConfigError
 from llmrt.workers.settings import WorkerSettings
 
 # Settings of a running cluster that are only believed, and stamped on the results.
-_BELIEVED = ("device", "dtype", "kv_cache_dtype", "threads")
+_BELIEVED = (
+    *("device", "dtype", "kv_cache_dtype", "threads"),
+    *("speculative", "speculative_tokens"),
+)
 
 
 def measure_own(
@@ -43,6 +46,8 @@ def measure_own(
         dtype=worker.dtype,
         kv_cache_dtype=worker.kv_cache_dtype,
         threads=threads,
+        speculative=worker.speculative,
+        speculative_tokens=worker.speculative_tokens,
     )
     task = replace(
         make_task(settings, declared, layout, worker.model),

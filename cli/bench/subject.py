@@ -24,6 +24,8 @@ class Declared:
     dtype: str | None = None
     kv_cache_dtype: str | None = None
     threads: int | None = None
+    speculative: str | None = None
+    speculative_tokens: int | None = None
 
     def conditions(self) -> dict[str, Any]:
         return {

@@ -104,4 +104,6 @@ def _details(result: Mapping[str, Any]) -> list[str]:
         )
     if result["python_share"] is not None:
         facts.append(f"Python {100 * result['python_share']:.1f} % of a step")
+    if result["draft_acceptance_rate"] is not None:
+        facts.append(f"{100 * result['draft_acceptance_rate']:.1f} % of drafted tokens accepted")
     return facts

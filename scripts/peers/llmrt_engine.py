@@ -49,7 +49,7 @@ def measure_llmrt_in_process(
             _row(i, text, num_done, end, tables[i], num_prompt) for i, text in enumerate(texts)
         )
         for drawn in device.run(Batch(num_done, rows)).drawn:
-            texts[drawn.sequence_id].append(drawn.token_id)
+            texts[drawn.sequence_id].append(drawn.token_ids[0])
             clock.token(drawn.sequence_id)
         num_done = end
     device.remove_arena(LOCAL_ARENA)

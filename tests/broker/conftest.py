@@ -175,6 +175,8 @@ class Rig:
             timings_ms={"decode": 1.0},
             decode_worker=name,
             prefill_worker=name,
+            num_drafted=8,
+            num_accepted=3,
         )
         attempt = Attempt(EPOCH, n)
         self._holding[name.encode()].pop(request_id(number), None)

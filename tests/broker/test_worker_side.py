@@ -199,6 +199,7 @@ def test_one_line_is_logged_per_request(rig: Rig) -> None:
     assert line.fields["num_tokens"] == 1
     assert line.fields["ttft_ms"] == 500.0
     assert line.fields["duration_ms"] == 750.0
+    assert (line.fields["num_drafted"], line.fields["num_accepted"]) == (8, 3)
 
 
 def test_a_dispatch_that_the_owner_never_names_is_made_again(rig: Rig) -> None:

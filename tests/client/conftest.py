@@ -148,6 +148,8 @@ def finished_frames(request_id: bytes, num_tokens: int) -> list[bytes]:
         timings_ms={"prefill": 1.0},
         decode_worker="decode-0",
         prefill_worker="prefill-0",
+        num_drafted=4,
+        num_accepted=2,
     )
     return [encode_header(messages.FINISHED, request_id, seq=num_tokens), encode_body(finished)]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from msgspec.structs import replace as changed
 from tests.engine.cpu_programs import (
     KV_DTYPES,
     USABLE,
@@ -162,6 +163,36 @@ def test_a_prefix_that_is_there_already_changes_no_bit(exact: Exact) -> None:
             forward(device, make_row(exact.text, first, start, own, PEER_ARENA))
         logits = forward(device, make_row(exact.text, start, LONG, own, PEER_ARENA))
         assert_same_bits(logits[0], exact.logits[LONG])
+
+
+@pytest.mark.parametrize("family", USABLE)
+def test_drafts_change_no_bit(exact: Exact, family: str) -> None:
+    """Logits behind each, and the KV of those accepted and of what is written over rejected ones.
+
+    A row has one token and 16 drafts, of which the first so many are right.
+    """
+    device, plain = (CpuDevice(exact.program, family=family, threads=2) for _ in range(2))
+    memory = poisoned(device)
+    device.add_arena(LOCAL_ARENA, memory)
+    plain.add_arena(LOCAL_ARENA, poisoned(plain))
+    wrong = [(token + 1) % VOCAB for token in exact.text]
+    start = 250
+    for one in (device, plain):
+        forward(one, make_row(exact.text, 0, start, exact.blocks))
+    for num_right in (0, 3, 16, 0, 1, 16):
+        end = start + 1 + num_right
+        text = exact.text[:end] + wrong[end:]
+        row = make_row(text, start, start + 17, exact.blocks)
+        logits = forward(device, changed(row, num_drafts=16))
+        one_by_one = [
+            forward(plain, make_row(exact.text, i, i + 1, exact.blocks))[0]
+            for i in range(start, end)
+        ]
+        assert_same_bits(logits[: num_right + 1], np.stack(one_by_one))
+        start = end
+    logits = forward(device, make_row(exact.text, start, LONG, exact.blocks))
+    assert_same_bits(logits[0], exact.logits[LONG])
+    assert kv_of(device, memory, exact.blocks) == exact.kv
 
 
 def test_formats_are_what_the_numerics_are_named_for(exact: Exact) -> None:

@@ -236,10 +236,10 @@ def test_a_row_with_poisoned_kv_fails_alone(tiny: OpenedModel) -> None:
     good, bad = make_row(range(9), 8, 9, [0]), make_row(range(9), 8, 9, [1])
     forward(device, make_row(range(9), 0, 8, [0]))
     alone = device.run(Batch(0, (good,))).drawn[0]
-    assert alone.token_id >= 0
+    assert alone.token_ids
     drawn = device.run(Batch(0, (bad, good))).drawn
     assert isinstance(drawn[0].error, InternalError)
-    assert drawn[0].token_id == -1
+    assert drawn[0].token_ids == ()
     assert drawn[1] == alone
 
 
@@ -265,7 +265,7 @@ def test_tokens_are_those_of_the_sampler(tiny: OpenedModel, params: SamplingPara
     samples = [row.sample for row in rows if row.sample is not None]
     expected = [draw_row(row, sample) for row, sample in zip(logits, samples, strict=True)]
     drawn = device.run(Batch(8, tuple(rows))).drawn
-    assert [(entry.token_id, entry.logprobs) for entry in drawn] == expected
+    assert [(entry.token_ids[0], next(iter(entry.logprobs), None)) for entry in drawn] == expected
     assert len({token_id for token_id, _ in expected}) > 1 or params.logit_bias
 
 
@@ -274,10 +274,10 @@ def test_banned_tokens_are_not_drawn(tiny: OpenedModel) -> None:
     row = make_row(range(20), 0, 5)
     (best,) = device.run(Batch(0, (row,))).drawn
     assert row.sample is not None
-    banned = changed(row, sample=changed(row.sample, banned=(best.token_id,)))
+    banned = changed(row, sample=changed(row.sample, banned=best.token_ids))
     (second,) = device.run(Batch(0, (banned,))).drawn
     logits = forward(device, row)[0]
-    assert second.token_id == np.argsort(logits)[-2]
+    assert second.token_ids[0] == np.argsort(logits)[-2]
     everything = changed(row, sample=changed(row.sample, banned=tuple(range(VOCAB))))
     (failed,) = device.run(Batch(0, (everything,))).drawn
     assert isinstance(failed.error, LlmrtError)
@@ -411,8 +411,8 @@ def test_smollm2_continues_as_torch_does_in_float32(smollm2_path: Path, dtype: s
             second, first = np.partition(expected, -2)[-2:]
             if first - second > MARGINS[dtype]:
                 num_clear += 1
-                assert entry.token_id == expected.argmax()
-            text.append(entry.token_id)
+                assert entry.token_ids[0] == expected.argmax()
+            text.append(entry.token_ids[0])
     assert num_clear > 0.5 * len(texts) * NEW_TOKENS
 
 

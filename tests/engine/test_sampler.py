@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from llmrt.engine.batch import SampleSpec
-from llmrt.engine.sampler import _GOLDEN_GAMMA, _mix, draw, draw_row, uniform
+from llmrt.engine.sampler import _GOLDEN_GAMMA, _mix, draw_row, uniform
 from llmrt.wire.errors import InternalError, InvalidRequest
 from llmrt.wire.sampling import SamplingParams
 
@@ -155,14 +155,11 @@ def test_a_token_outside_the_vocabulary_is_named(spec: SampleSpec) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_fails_alone(value: float) -> None:
-    logits = np.stack([make_logits(0), make_logits(1), make_logits(2)])
-    logits[1, 44] = value
-    spec = make_spec(temperature=1.0)
-    results = draw(logits, [spec, spec, spec])
-    assert isinstance(results[1], InternalError)
-    assert "token 44 at position 5" in results[1].message
-    assert [results[0], results[2]] == [draw_row(logits[0], spec), draw_row(logits[2], spec)]
+def test_a_row_that_is_not_finite_fails(value: float) -> None:
+    logits = make_logits()
+    logits[44] = value
+    with pytest.raises(InternalError, match="token 44 at position 5"):
+        draw_row(logits, make_spec(temperature=1.0))
 
 
 def test_logprobs_are_of_the_model_before_temperature_and_filters() -> None:
@@ -187,17 +184,15 @@ def test_logprobs_are_of_the_model_before_temperature_and_filters() -> None:
     top_k=st.integers(-1, 40),
     top_p=st.floats(1e-9, 1.0),
     min_p=st.floats(0.0, 1.0),
-    others=st.integers(0, 3),
 )
-def test_a_row_is_independent_of_its_batch(
-    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, others: int
+def test_a_draw_is_independent_of_those_before_and_of_history_without_penalties(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     spec = make_spec(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    logits = np.stack([make_logits(i, 64) for i in range(others + 1)])
-    alone = draw_row(logits[-1].copy(), spec)
-    neighbours = [make_spec(seed=i, temperature=1.0) for i in range(others)]
-    assert draw(logits, [*neighbours, spec])[-1] == alone
-    assert draw_row(logits[-1], replace(spec, token_ids=array("I", [3, 4]))) == alone
+    alone = draw_row(make_logits(0, 64), spec)
+    draw_row(make_logits(1, 64), make_spec(seed=seed, temperature=1.0))
+    assert draw_row(make_logits(0, 64), spec) == alone
+    assert draw_row(make_logits(0, 64), replace(spec, token_ids=array("I", [3, 4]))) == alone
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=40), st.data())

@@ -40,7 +40,7 @@ def make_scheduler(num_blocks: int = 64, **settings: int) -> Scheduler:
 
 
 def finish(scheduler: Scheduler, batch: Batch, token_id: int = 7) -> list[Sequence]:
-    drawn = tuple(Drawn(row.sequence_id, token_id) for row in batch.rows if row.sample)
+    drawn = tuple(Drawn(row.sequence_id, (token_id,)) for row in batch.rows if row.sample)
     with_token = scheduler.complete(StepResult(batch.step_id, drawn, 0.0, 0.0))
     scheduler.check()
     return [sequence for sequence, _ in with_token]
@@ -327,7 +327,7 @@ def test_a_step_made_ahead_is_the_one_that_would_come() -> None:
             assert ahead(plain, 32, 5) is not None
             plain.ahead, plain._in_ahead = None, []
         assert other.step is not None
-        drawn = tuple(Drawn(row.sequence_id, 7 + row.sequence_id) for row in other.step.rows)
+        drawn = tuple(Drawn(row.sequence_id, (7 + row.sequence_id,)) for row in other.step.rows)
         result = StepResult(other.step.step_id, drawn, 0.0, 0.0)
         other.complete(result)
     fill(batch, result)
@@ -406,7 +406,7 @@ def test_a_row_that_failed_gives_the_step_behind_it_some_token() -> None:
     batch = ahead(scheduler, 4)
     assert batch is not None
     error = InternalError("a logit is nan")
-    fill(batch, StepResult(1, (Drawn(SequenceId(1), -1, error=error),), 0.0, 0.0))
+    fill(batch, StepResult(1, (Drawn(SequenceId(1), (), error=error),), 0.0, 0.0))
     assert batch.rows[0].token_ids == array("I", [0])
 
 

@@ -180,7 +180,7 @@ def test_a_row_with_poisoned_kv_fails_alone(tiny_folder: Path) -> None:
     alone = device.run(Batch(0, (good,))).drawn[0]
     drawn = device.run(Batch(0, (bad, good))).drawn
     assert isinstance(drawn[0].error, InternalError)
-    assert drawn[0].token_id == -1
+    assert drawn[0].token_ids == ()
     assert drawn[1] == alone
 
 
@@ -195,9 +195,8 @@ def test_run_draws_the_best_token_with_its_logprob(oracle: Oracle, device: Torch
     expected = oracle.logits[0][49].astype(np.float64)
     logprobs = expected - np.log(np.exp(expected).sum())
     drawn = result.drawn[0]
-    assert (result.step_id, drawn.sequence_id, drawn.token_id) == (8, 5, int(expected.argmax()))
-    assert drawn.logprobs is not None
-    assert drawn.logprobs.drawn == pytest.approx(float(logprobs.max()), abs=TOLERANCE)
+    assert (result.step_id, drawn.sequence_id, drawn.token_ids) == (8, 5, (int(expected.argmax()),))
+    assert drawn.logprobs[0].drawn == pytest.approx(float(logprobs.max()), abs=TOLERANCE)
     assert result.duration_s > 0
 
 

@@ -64,7 +64,7 @@ def step(device: TorchDevice, texts: Texts) -> None:
         )
     for text, drawn in zip(texts, device.run(Batch(0, tuple(rows))).drawn, strict=True):
         assert drawn.error is None
-        text.append(drawn.token_id)
+        text.append(drawn.token_ids[0])
 
 
 def make_device(path: Path, dtype: str, kv_dtype: str) -> TorchDevice:

@@ -6,13 +6,20 @@ import pytest
 
 from llmrt.simulation.cluster import COLOCATED, SPLIT, Cluster, Layout
 from llmrt.simulation.world import Faults
+from llmrt.wire.messages import Finished
 
 LEASES = Layout(num_prefill=2, num_decode=2, transfer="tcp")
 # Just above what the longest request takes: everything is preempted now and then.
 TIGHT = Layout(num_prefill=1, num_decode=1, num_blocks=16)
 TIGHT_LEASES = Layout(num_prefill=1, num_decode=1, num_blocks=16, transfer="tcp")
 HELD_BACK = Layout(num_both=1, num_prefill=1, num_decode=1, stream_interval_s=0.05)
+DRAFTING = {
+    "drafts": Layout(num_both=2, num_drafts=4),
+    "drafts split": Layout(num_prefill=2, num_decode=2, num_drafts=4),
+    "drafts tight": Layout(num_prefill=1, num_decode=2, num_blocks=16, num_drafts=16),
+}
 LAYOUTS = {
+    **DRAFTING,
     "colocated": COLOCATED,
     "split": SPLIT,
     "leases": LEASES,
@@ -52,6 +59,19 @@ def test_a_faulty_network_costs_no_token_and_no_block(layout: Layout, seed: int)
     run(cluster)
     cluster.assert_promises()
     cluster.assert_nothing_left()
+
+
+@pytest.mark.parametrize("layout", DRAFTING.values(), ids=DRAFTING.keys())
+def test_drafts_are_taken_and_refused(layout: Layout) -> None:
+    cluster = Cluster(0, layout)
+    run(cluster)
+    schedulers = [worker.scheduler for worker in cluster.workers.values()]
+    num_drafted = sum(scheduler.num_drafted for scheduler in schedulers)
+    num_accepted = sum(scheduler.num_accepted for scheduler in schedulers)
+    assert 50 < num_accepted < num_drafted - 50
+    ends = [outcome.ends[0] for outcome in cluster.outcomes()]
+    finished = [end for end in ends if isinstance(end, Finished)]
+    assert 50 < sum(end.num_accepted for end in finished) <= num_accepted
 
 
 def kill_some(cluster: Cluster) -> None:

@@ -150,7 +150,7 @@ class Bench:
         rows = [row for row in batch.rows if row.sample is not None]
         assert len(rows) == len(tokens)
         drawn = tuple(
-            Drawn(row.sequence_id, token) for row, token in zip(rows, tokens, strict=True)
+            Drawn(row.sequence_id, (token,)) for row, token in zip(rows, tokens, strict=True)
         )
         self.now += 0.01
         self.step_done(StepResult(batch.step_id, drawn, 0.01, 0.01))
@@ -211,7 +211,9 @@ MakeWorker = Callable[..., Bench]
 def make_worker() -> MakeWorker:
     """A registered worker; keywords change its settings."""
 
-    def make(role: str = "both", *, num_blocks: int = 64, **changes: Any) -> Bench:
+    def make(
+        role: str = "both", *, num_blocks: int = 64, num_drafts: int = 0, **changes: Any
+    ) -> Bench:
         name = WorkerName(WorkerId(f"{role}-0"), 7)
         facts: dict[str, Any] = {
             "name": name,
@@ -228,7 +230,8 @@ def make_worker() -> MakeWorker:
         }
         settings = CoreSettings(**facts | changes)
         scheduler = Scheduler(
-            Ledger(num_blocks), SchedulerSettings(step_tokens=256, chunk_tokens=128)
+            Ledger(num_blocks),
+            SchedulerSettings(step_tokens=256, chunk_tokens=128, num_drafts=num_drafts),
         )
         bench = Bench(WorkerCore(settings, scheduler, SimVocabulary()), scheduler, settings)
         bench.handle(ev.Tick())

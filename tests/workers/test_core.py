@@ -97,7 +97,7 @@ def returns(bench: Any, *tokens: int) -> list[do.Effect]:
     """The running step returns, and nothing else happens; what the machine wants done at once."""
     batch = bench.batch()
     drawn = tuple(
-        Drawn(row.sequence_id, token) for row, token in zip(batch.rows, tokens, strict=True)
+        Drawn(row.sequence_id, (token,)) for row, token in zip(batch.rows, tokens, strict=True)
     )
     result = StepResult(batch.step_id, drawn, 0.01, 0.01)
     effects: list[do.Effect] = bench.core.handle(ev.StepDone(result, bench.now), bench.now)
@@ -436,7 +436,7 @@ def test_a_failed_row_ends_its_own_request_only(make_worker: Any) -> None:
     bench.clear()
     batch = bench.scheduler.step
     good, bad = (row.sequence_id for row in batch.rows)
-    drawn = (Drawn(good, 52), Drawn(bad, -1, error=InternalError("a logit is nan")))
+    drawn = (Drawn(good, (52,)), Drawn(bad, (), error=InternalError("a logit is nan")))
     bench.step_done(StepResult(batch.step_id, drawn, 0.0, 0.0))
     assert bench.failure().message == "a logit is nan"
     assert bench.tokens() == [52]
@@ -556,7 +556,7 @@ def test_extras_of_tokens_that_leave_together_are_one_list(make_worker: Any) -> 
     for token in (51, 52, 53, 54, 55):
         batch = bench.batch()
         logprobs = Logprobs(-float(token), ((token, -1.0),))
-        drawn = (Drawn(batch.rows[0].sequence_id, token, logprobs),)
+        drawn = (Drawn(batch.rows[0].sequence_id, (token,), (logprobs,)),)
         bench.now += 0.01
         bench.step_done(StepResult(batch.step_id, drawn, 0.01, 0.01))
     (row,) = bench.rows()
@@ -624,7 +624,7 @@ def test_the_time_of_steps_and_of_python_between_them_is_told(make_worker: Any) 
         for token in (50, 51, 52):
             batch = bench.batch()
             bench.now += 0.01
-            drawn = (Drawn(batch.rows[0].sequence_id, token),)
+            drawn = (Drawn(batch.rows[0].sequence_id, (token,)),)
             bench.step_done(StepResult(batch.step_id, drawn, 0.0095, 0.009))
         bench.now += 5.0
     bench.clear()

@@ -78,7 +78,9 @@ class Shell(Bench):
                 self.num_drawn += 1
                 ends = gives_end and EOS_TOKEN_ID not in row.sample.banned
                 token = EOS_TOKEN_ID if ends else 10 + self.num_drawn % 7
-                drawn.append(Drawn(row.sequence_id, token))
+                first = len(row.token_ids) - row.num_drafts
+                accepted = row.token_ids[first : first + self.num_drawn % (row.num_drafts + 1)]
+                drawn.append(Drawn(row.sequence_id, (*accepted, token)))
         self.before = StepResult(batch.step_id, tuple(drawn), 0.0, 0.0)
         self.unheard.append(ev.StepDone(self.before, self.now))
         if self.steps:
@@ -111,6 +113,7 @@ class Shell(Bench):
     ),
     st.sampled_from((0.0, 0.03)),
     st.sampled_from((6, 64)),
+    st.sampled_from((0, 4)),
 )
 @settings(
     max_examples=150,
@@ -123,8 +126,14 @@ def test_every_order_gives_each_request_its_tokens_and_one_end(
     actions: list[tuple[str, int, bool]],
     interval_s: float,
     num_blocks: int,
+    num_drafts: int,
 ) -> None:
-    bench = make_worker(num_blocks=num_blocks, max_context=128, stream_interval_s=interval_s)
+    bench = make_worker(
+        num_blocks=num_blocks,
+        num_drafts=num_drafts,
+        max_context=128,
+        stream_interval_s=interval_s,
+    )
     shell = Shell(bench)
     asked = set()
     for action, number, flag in [*actions, *([("return", 0, False), ("hear", 0, False)] * 400)]:

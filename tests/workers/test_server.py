@@ -36,6 +36,8 @@ def test_default_names_differ_between_processes_and_name_the_role() -> None:
         ({"role": "judge"}, ConfigError, "role is 'judge': one of both, prefill, decode"),
         ({"transfer": "pigeon"}, ConfigError, "transfer is 'pigeon'"),
         ({"placement": "nowhere"}, ConfigError, "placement is 'nowhere'"),
+        ({"speculative": "luck"}, ConfigError, "speculative is 'luck': one of off, ngram"),
+        ({"speculative_tokens": 17}, ConfigError, "speculative_tokens is 17: from 1 to 16"),
         ({"max_running": 0}, ConfigError, "max_running is 0: at least 1"),
         ({"threads": 0}, ConfigError, "threads is 0: at least 1"),
         ({"worker_id": ""}, ConfigError, "worker_id is ''"),

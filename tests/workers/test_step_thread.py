@@ -36,7 +36,8 @@ class CountingDevice:
         if 13 in tokens:
             raise InternalError("unlucky")
         drawn = tuple(
-            Drawn(row.sequence_id, token + 1) for row, token in zip(batch.rows, tokens, strict=True)
+            Drawn(row.sequence_id, (token + 1,))
+            for row, token in zip(batch.rows, tokens, strict=True)
         )
         return StepResult(batch.step_id, drawn, 0.0, 0.0)
 
@@ -74,7 +75,7 @@ def events_of(
 def drawn_by(event: StepTaken | StepDone) -> int:
     assert isinstance(event, StepDone)
     assert event.result is not None
-    return event.result.drawn[0].token_id
+    return event.result.drawn[0].token_ids[0]
 
 
 def test_a_step_is_taken_and_then_done() -> None:

@@ -81,7 +81,7 @@ class Variant:
                 if draw.error is not None:
                     raise draw.error
                 starts[idx] = len(sequences[idx])
-                sequences[idx].append(draw.token_id)
+                sequences[idx].append(draw.token_ids[0])
         return [ids[-num_tokens:].tolist() for ids in sequences]
 
     def _row(self, idx: int, token_ids: "array[int]", start: int) -> Row:

@@ -18,6 +18,8 @@ SUBJECT: dict[str, Any] = {
     "transfer": "none",
     "numerics_id": "cpu-avx2",
     "threads": 2,
+    "speculative": "off",
+    "speculative_tokens": 4,
     "machine": {"cpu": "EPYC", "cores": 2, "features": "avx2", "memory_gib": 24},
 }
 

@@ -102,8 +102,15 @@ def test_summary_of_two_trials() -> None:
         "p90_e2el_ms": pytest.approx(2900.0),
         "p99_e2el_ms": pytest.approx(2990.0),
         "python_share": 0.25,
+        "draft_acceptance_rate": None,
     }
     assert summary == expected
+
+
+def test_the_acceptance_rate_is_of_all_drafts() -> None:
+    first = Trial((make_record(0, 1, num_drafted=2, num_accepted=2), make_record(0, 1)), 1.0)
+    second = Trial((make_record(0, 1, num_drafted=6, num_accepted=1),), 1.0)
+    assert summarize([first, second])["draft_acceptance_rate"] == 3 / 8
 
 
 def test_failed_requests_are_counted_and_give_no_latency() -> None:

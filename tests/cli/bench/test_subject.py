@@ -81,6 +81,8 @@ def test_what_was_not_declared_is_unknown() -> None:
         "dtype": "unknown",
         "kv_cache_dtype": "unknown",
         "threads": 4,
+        "speculative": "unknown",
+        "speculative_tokens": "unknown",
     }
 
 

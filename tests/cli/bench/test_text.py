@@ -55,6 +55,13 @@ def test_every_metric_has_its_own_part() -> None:
     assert "keep ttft:500" in parts[3]
 
 
+def test_the_share_of_accepted_drafts_is_shown_if_there_were_some() -> None:
+    (result,) = make_results(BenchSettings(metric="decode"))
+    assert "drafted" not in text_of(make_report([result], {}, []))
+    with_drafts = result | {"draft_acceptance_rate": 0.625}
+    assert "62.5 % of drafted tokens accepted" in text_of(make_report([with_drafts], {}, []))
+
+
 def test_a_metric_that_was_not_measured_is_not_shown() -> None:
     report = make_report(make_results(BenchSettings(metric="decode")), {}, [])
     text = text_of(report)
