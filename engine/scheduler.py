@@ -12,11 +12,8 @@ Rules that are hard to see in the code:
 - A local prompt gets blocks for its whole length when it starts; only decodes can run out, and
   then the policy names whom to preempt. A preempted sequence waits and is computed again from
   its tokens, by the same code as a new one.
-- With `num_drafts`, a decode of a sequence that repeats itself takes guesses along: they are
-  computed as if they had been drawn, and count up to the first one that was not. They take what
-  decodes, prefills and whoever waits leave of the step and of the blocks, and preempt nobody.
-  Blocks that only rejected ones needed go back when the step returns; garbage in others lies
-  behind `num_computed`, is never sealed, and later steps overwrite it.
+- With `num_drafts`, a decode of a sequence that repeats itself takes guesses along
+  (`llmrt.engine.drafting`).
 - While a step runs, the sequences in it keep their blocks, even if they are removed.
 - While a step runs, the next one may be made *ahead*, if it consists of decodes alone, as if every
   sequence went on: its tokens are filled in by whoever runs it, between the two, so that the
@@ -32,15 +29,13 @@ from dataclasses import dataclass
 
 from llmrt.engine import policy
 from llmrt.engine.batch import LOCAL_ARENA, Batch, Drawn, Row, SequenceId, StepResult
-from llmrt.engine.ngram_drafter import NgramDrafter
+from llmrt.engine.drafting import NO_DRAFTS, Drafting
 from llmrt.engine.sequence import Sequence
 from llmrt.kvtransfer.block_hash import hash_blocks
 from llmrt.kvtransfer.layout import blocks_for
 from llmrt.kvtransfer.ledger import Ledger
 from llmrt.wire.ids import BlockId
 from llmrt.wire.kv import BLOCK_TOKENS
-
-_NO_DRAFTS = array("I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +67,7 @@ class Scheduler:
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
-        self.num_drafted = 0
-        self.num_accepted = 0
+        self.drafting = Drafting(ledger, settings.num_drafts)
         self._in_step: list[Sequence] = []
         self._in_ahead: list[Sequence] = []
 
@@ -147,7 +141,8 @@ class Scheduler:
         chunks = self._take_chunks(budget)
         if not decodes and not chunks:
             return None
-        drafts = self._drafts(decodes, budget - sum(num_tokens for _, num_tokens in chunks))
+        budget -= sum(num_tokens for _, num_tokens in chunks)
+        drafts = self.drafting.propose(decodes, budget, self._has_spare)
         rows = [self._row(s, len(s.token_ids), of) for s, of in zip(decodes, drafts, strict=True)]
         rows += [self._row(s, s.num_computed + num_tokens) for s, num_tokens in chunks]
         self.num_steps += 1
@@ -167,7 +162,8 @@ class Scheduler:
         self.num_decode_tokens += len(sequences)
         self._in_ahead = sequences
         budget = self.settings.step_tokens - len(sequences)
-        rows = map(_row_ahead, sequences, self._drafts(sequences, budget, num_ahead=1))
+        drafts = self.drafting.propose(sequences, budget, self._has_spare, num_ahead=1)
+        rows = map(_row_ahead, sequences, drafts)
         self.ahead = Batch(self.num_steps, tuple(rows), follows=True)
         return self.ahead
 
@@ -189,7 +185,8 @@ class Scheduler:
                 drawn = by_id[sequence.sequence_id]
                 sequence.token_ids.extend(drawn.token_ids)
                 if row.num_drafts:
-                    self._end_drafts(sequence, row, drawn)
+                    self.drafting.settle(sequence, row, drawn)
+                    self.num_decode_tokens += max(0, len(drawn.token_ids) - 1)
                 with_tokens.append((sequence, drawn))
             self._seal(sequence)
         return with_tokens
@@ -274,49 +271,9 @@ class Scheduler:
         self.num_decode_tokens += len(sequences)
         return sequences
 
-    def _drafts(
-        self, decodes: list[Sequence], budget: int, num_ahead: int = 0
-    ) -> "list[array[int]]":
-        """What may follow each, behind `num_ahead` tokens that are being drawn.
-
-        Together at most `budget` tokens.
-        """
-        drafts = []
-        for sequence in decodes:
-            drafts.append(self._draft(sequence, budget, num_ahead))
-            budget -= len(drafts[-1])
-        return drafts
-
-    def _draft(self, sequence: Sequence, budget: int, num_ahead: int) -> "array[int]":
-        length = len(sequence.token_ids) + num_ahead
-        # The token behind the last draft is drawn as well.
-        num_drafts = min(self.settings.num_drafts, budget, sequence.max_length - length - 1)
-        if num_drafts < 1 or sequence.arena != LOCAL_ARENA:
-            return _NO_DRAFTS
-        if sequence.drafter is None:
-            sequence.drafter = NgramDrafter()
-        drafts = sequence.drafter.propose(sequence.token_ids, num_ahead + num_drafts)[num_ahead:]
-        missing = blocks_for(length + len(drafts)) - len(sequence.blocks)
-        if missing > 0:
-            is_free = not self.waiting and self.has_room(missing)
-            blocks = self.ledger.allocate(missing) if is_free else None
-            if blocks is None:
-                return drafts[: len(sequence.blocks) * BLOCK_TOKENS - length]
-            sequence.blocks.extend(blocks)
-        return drafts
-
-    def _end_drafts(self, sequence: Sequence, row: Row, drawn: Drawn) -> None:
-        """The drafts of a row, whose tokens the sequence has now: those accepted have KV."""
-        assert sequence.drafter is not None
-        num_accepted = max(0, len(drawn.token_ids) - 1)
-        sequence.num_computed += num_accepted
-        sequence.drafter.learn(row.num_drafts, num_accepted)
-        self.num_drafted += row.num_drafts
-        self.num_accepted += num_accepted
-        self.num_decode_tokens += num_accepted
-        num_blocks = blocks_for(len(sequence.token_ids))
-        self.ledger.release([BlockId(block) for block in sequence.blocks[num_blocks:]])
-        del sequence.blocks[num_blocks:]
+    def _has_spare(self, num_blocks: int) -> bool:
+        """Whether so many blocks are there that nobody waits for."""
+        return not self.waiting and self.has_room(num_blocks)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give a decoding sequence room for its last token; False if it was preempted for that."""
@@ -388,7 +345,7 @@ class Scheduler:
         self.running[sequence.sequence_id] = sequence
         return True
 
-    def _row(self, sequence: Sequence, end: int, drafts: "array[int]" = _NO_DRAFTS) -> Row:
+    def _row(self, sequence: Sequence, end: int, drafts: "array[int]" = NO_DRAFTS) -> Row:
         sequence.in_step = True
         self._in_step.append(sequence)
         is_last = end == len(sequence.token_ids)

@@ -2,7 +2,6 @@
 
 from array import array
 from copy import deepcopy
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from tests.engine.test_scheduler import make_scheduler, make_sequence, schedule
 
 from llmrt.engine.batch import Batch, Drawn, Row, SequenceId, StepResult, fill
+from llmrt.engine.drafting import Drafting
 from llmrt.engine.ngram_drafter import NgramDrafter
 from llmrt.engine.scheduler import Scheduler
 from llmrt.engine.sequence import Sequence
@@ -73,7 +73,7 @@ def test_accepted_drafts_count_and_rejected_ones_do_not() -> None:
     assert sequence.token_ids[30:].tolist() == [12, 11, 12, 99]
     assert sequence.num_computed == 33
     assert sequence.num_sealed == 1  # the second block is full, but of garbage from 33 on
-    assert (scheduler.num_drafted, scheduler.num_accepted) == (4, 2)
+    assert (scheduler.drafting.num_drafted, scheduler.drafting.num_accepted) == (4, 2)
     assert scheduler.num_decode_tokens == 3
 
 
@@ -107,6 +107,13 @@ def test_drafts_leave_the_blocks_that_others_may_grow_into(
     assert batch is not None
     assert [row.num_drafts for row in batch.rows] == [num_drafts] * 2
     assert [len(row.blocks) for row in batch.rows] == [1 + (num_drafts > 1)] * 2
+
+
+def test_many_decodes_leave_few_drafts_and_then_none() -> None:
+    """A step of many tokens is bound by computing them, and drafts would cost what they bring."""
+    batch = schedule(drafting(*[repeating(number, 10) for number in range(1, 15)]))
+    assert batch is not None
+    assert [row.num_drafts for row in batch.rows] == [3] + [0] * 13
 
 
 def test_drafts_take_no_block_while_somebody_waits() -> None:
@@ -190,7 +197,7 @@ def test_drafts_of_a_sequence_removed_meanwhile_count_for_nothing() -> None:
     scheduler.remove(sequence)
     drawn = (Drawn(SequenceId(1), (13, 10)),)
     assert scheduler.complete(StepResult(batch.step_id, drawn, 0.0, 0.0)) == []
-    assert scheduler.num_drafted == 0
+    assert scheduler.drafting.num_drafted == 0
     assert scheduler.ledger.num_held == 0
 
 
@@ -217,7 +224,7 @@ def draw(row: Row, rng: Random) -> Drawn:
 
 def assert_drafts_are_extra(scheduler: Scheduler, before: Scheduler, batch: Batch | None) -> None:
     """`before` is the state in front of `batch`: without drafts the same would have come of it."""
-    before.settings = replace(before.settings, num_drafts=0)
+    before.drafting = Drafting(before.ledger, 0)
     plain = schedule(before)
     assert (batch is None) == (plain is None)
     for name in ("waiting", "running", "parked"):
@@ -285,5 +292,5 @@ def test_drafts_keep_nobody_waiting(
         scheduler.ledger.check()
     assert all(len(s.token_ids) == s.max_length for s in sequences)
     assert scheduler.ledger.num_held == 0
-    assert scheduler.num_accepted <= scheduler.num_drafted
-    assert scheduler.num_accepted == sum(sequence.num_accepted for sequence in sequences)
+    assert scheduler.drafting.num_accepted <= scheduler.drafting.num_drafted
+    assert scheduler.drafting.num_accepted == sum(sequence.num_accepted for sequence in sequences)

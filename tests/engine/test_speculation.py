@@ -156,7 +156,7 @@ def test_texts_with_drafts_are_those_without(
     )
     assert drafted.texts == plain.texts
     scheduler = drafted.scheduler
-    assert 10 < scheduler.num_accepted < scheduler.num_drafted - 10
+    assert 10 < scheduler.drafting.num_accepted < scheduler.drafting.num_drafted - 10
     assert scheduler.num_steps < plain.scheduler.num_steps
     assert bool(plain.num_ahead) == bool(drafted.num_ahead)
 
@@ -176,7 +176,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(tiny: OpenedModel) -> None
     plain = generate(device, params)
     drafted = generate(device, params, num_drafts=4)
     assert drafted.texts == plain.texts
-    assert drafted.scheduler.num_accepted > 80
+    assert drafted.scheduler.drafting.num_accepted > 80
     assert drafted.scheduler.num_steps < 0.35 * plain.scheduler.num_steps
 
 

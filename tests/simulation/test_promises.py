@@ -66,8 +66,8 @@ def test_drafts_are_taken_and_refused(layout: Layout) -> None:
     cluster = Cluster(0, layout)
     run(cluster)
     schedulers = [worker.scheduler for worker in cluster.workers.values()]
-    num_drafted = sum(scheduler.num_drafted for scheduler in schedulers)
-    num_accepted = sum(scheduler.num_accepted for scheduler in schedulers)
+    num_drafted = sum(scheduler.drafting.num_drafted for scheduler in schedulers)
+    num_accepted = sum(scheduler.drafting.num_accepted for scheduler in schedulers)
     assert 50 < num_accepted < num_drafted - 50
     ends = [outcome.ends[0] for outcome in cluster.outcomes()]
     finished = [end for end in ends if isinstance(end, Finished)]

@@ -93,10 +93,10 @@ def test_drafts_are_told_and_save_steps(make_worker: Any) -> None:
     _, plain = answers(make_worker, [request], num_drafts=0, num_blocks=8)
     _, bench = answers(make_worker, [request], num_drafts=4, num_blocks=8)
     scheduler = bench.scheduler
-    assert 0 < scheduler.num_accepted <= scheduler.num_drafted
-    assert scheduler.num_steps <= plain.scheduler.num_steps - scheduler.num_accepted
+    assert 0 < scheduler.drafting.num_accepted <= scheduler.drafting.num_drafted
+    assert scheduler.num_steps <= plain.scheduler.num_steps - scheduler.drafting.num_accepted
     (end,) = bench.sent(m.FINISHED)
-    counts = scheduler.num_drafted, scheduler.num_accepted
+    counts = scheduler.drafting.num_drafted, scheduler.drafting.num_accepted
     assert (end.body.num_drafted, end.body.num_accepted) == counts
     bench.tick()
     load = bench.sent(m.HEARTBEAT)[-1].body.load
@@ -112,7 +112,7 @@ def test_steps_without_drafts_are_made_ahead(make_worker: Any) -> None:
         assert bench.scheduler.ahead is not None
         bench.step(token)
     assert bench.scheduler.ahead is not None
-    assert bench.scheduler.num_drafted == 0
+    assert bench.scheduler.drafting.num_drafted == 0
 
 
 def drafting(make_worker: Any, **sampling: Any) -> Any:
