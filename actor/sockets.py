@@ -4,6 +4,7 @@ Names are resolved here and not by libzmq, which tries a name over IPv6 alone wh
 (`localhost` would miss a server on 127.0.0.1) and asks the name server on its only I/O thread.
 """
 
+import contextlib
 import errno
 import ipaddress
 import os
@@ -88,6 +89,14 @@ def bind(socket: Socket, endpoint: str) -> str:
     bound = socket.getsockopt_string(zmq.SocketOption.LAST_ENDPOINT)
     # With IPv6 on, libzmq names an IPv4 address in its mapped form, ::ffff:127.0.0.1.
     return re.sub(r"\[::ffff:([\d.]+)\]", r"\1", bound)
+
+
+def remove_ipc_file(endpoint: str) -> None:
+    """Remove what a socket that was bound to `endpoint` left in the file system, if anything."""
+    path = endpoint.removeprefix("ipc://")
+    if path != endpoint and not path.startswith(("@", "*")):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def connect(socket: Socket, endpoint: str) -> None:

@@ -20,15 +20,18 @@ Rules that are hard to see in the code:
   So nothing hangs.
 - A message to a living worker may be lost: heartbeats name what the worker holds, and what both
   sides do not agree on after two beats was lost.
-- A broker that has just started may follow one that died: for two beats, requests wait for a first
-  worker instead of being refused.
+- A broker that has just started may follow one that died, or its workers may still load: for two
+  beats, or for longer by its settings, requests wait for a first worker instead of being refused.
 - Liveness is measured by this machine's ticks. If a tick comes late, the broker itself did not
   run, and the peers are given that time.
 """
 
 from typing import assert_never
 
+import msgspec
+
 from llmrt.broker.client_side import (
+    MAX_PROMPT_BYTES,
     cancel_all,
     check_client,
     forget_client,
@@ -77,8 +80,10 @@ def _check(settings: BrokerSettings) -> None:
         value = getattr(settings, name)
         if value < 1:
             raise ConfigError(f"{name} is {value!r}: at least 1 is needed")
-    if not 0 <= settings.resume_window_s < 1e9:
-        raise ConfigError(f"resume_window_s is {settings.resume_window_s!r}: 0 or more is needed")
+    for name in ("resume_window_s", "startup_window_s"):
+        value = getattr(settings, name)
+        if not 0 <= value < 1e9:
+            raise ConfigError(f"{name} is {value!r}: 0 or more is needed")
     if settings.bind == settings.worker_bind and not settings.bind.endswith((":*", ":0")):
         raise ConfigError(
             f"bind and worker_bind are both {settings.bind}: clients and workers need two endpoints"
@@ -106,9 +111,10 @@ class BrokerCore:
             state.started_at = now
         self._take(event, now)
         if state.early and (now >= self._settled_at or state.workers.models()):
-            early, state.early = state.early, []
-            for message in early:
-                self._take(message, now)
+            early, state.early = state.early, {}
+            for came_at, message in early.values():
+                waited_s = message.waited_s + now - came_at
+                self._take(msgspec.structs.replace(message, waited_s=waited_s), now)
         effects, state.effects = state.effects, []
         return effects
 
@@ -125,7 +131,9 @@ class BrokerCore:
                 except ProtocolError as error:
                     state.complain(event.routing_id, error.error_code, error.message)
             case ClientMessage() if self._is_early(event.header.kind, now):
-                state.early.append(event)
+                # A repeat finds the first one there.
+                key = (event.client_id, event.header.request_id)
+                state.early.setdefault(key, (now, event))
                 state.timers.set_no_later((Timer.SETTLED, b""), self._settled_at)
             case ClientMessage():
                 try:
@@ -179,7 +187,8 @@ class BrokerCore:
         """When the workers that outlived an earlier broker have surely registered."""
         started_at = self._state.started_at
         assert started_at is not None
-        return started_at + SETTLE_BEATS * self._state.settings.beat_s
+        settings = self._state.settings
+        return started_at + max(SETTLE_BEATS * settings.beat_s, settings.startup_window_s)
 
     def _is_early(self, kind: str, now: float) -> bool:
         """Whether a request came before the workers could: it waits for them, not for long."""
@@ -187,8 +196,13 @@ class BrokerCore:
             not self._state.workers.models()
             and kind in (GENERATE, TOKENIZE)
             and now < self._settled_at
-            and len(self._state.early) < MAX_EARLY
+            and self._has_room_early()
         )
+
+    def _has_room_early(self) -> bool:
+        early = self._state.early
+        sizes = (len(frame) for _, message in early.values() for frame in message.frames)
+        return len(early) < MAX_EARLY and sum(sizes) < MAX_PROMPT_BYTES
 
     def _reject(self, client_id: ClientId, error: ProtocolError, request_id: bytes = b"") -> None:
         self._state.complain(client_id, error.error_code, error.message)

@@ -16,6 +16,8 @@ from llmrt.wire.messages import DISPATCH, GENERATE, Route
 
 # A request whose workers' processes died so often is taken for the cause.
 MAX_KILLS = 2
+# The news of a death comes so late at most: a request dispatched since then did not cause it.
+DEATH_NEWS_S = 0.05
 # Stamps are one per hop; more than this come from no honest client and would fill the header.
 MAX_STAMPS = 16
 
@@ -51,7 +53,8 @@ def lose_owner(state: State, request: Request, now: float, *, cause: str) -> Non
         cancel_at_owner(state, request)
     release_owner(request)
     request.num_losses += cause not in ("left", "unsent")
-    request.num_kills += cause == "killed"
+    was_alive = now - request.dispatched_at > DEATH_NEWS_S
+    request.num_kills += cause == "killed" and was_alive
     # From here on the request has no owner, and `check` wants it to be homeless.
     state.requests.homeless[request.request_id] = request
     if request.num_kills >= MAX_KILLS:
@@ -110,8 +113,9 @@ def _choose_owner(
 
 def _choose_prefiller(state: State, owner: Worker, now: float) -> Worker | None:
     workers = state.workers.prefillers(owner)
-    policy, cursor = state.settings.prefill_policy, state.num_prefill_choices
-    state.num_prefill_choices += 1
+    # Each owner takes its own turns: two counters in step would always make the same pairs.
+    policy, cursor = state.settings.prefill_policy, owner.num_prefill_choices
+    owner.num_prefill_choices += 1
     return _choose(state, policy, cursor, workers, state.workers.prefill_candidate, now)
 
 

@@ -27,6 +27,7 @@ MAX_CARD_BYTES = 4096
 @dataclass(slots=True, eq=False)
 class Worker:
     """One registered life. `requests` holds those that it owns, in the order of dispatch.
+    `num_prefill_choices` counts prefill workers chosen for it.
 
     `suspect_at` is when a message to it could not be sent and nothing was heard since; such a
     worker is given nothing.
@@ -42,6 +43,7 @@ class Worker:
     tokens_per_s: float = 0.0
     requests: dict[RequestId, None] = field(default_factory=dict)
     num_routed_prefills: int = 0
+    num_prefill_choices: int = 0
     suspect_at: float | None = None
 
     @property

@@ -67,6 +67,7 @@ class _Server:
         )
         self._context = sockets.context()
         self._channels: list[Channel] = []
+        self._endpoints: list[str] = []
         self._watches: dict[ProcessName, Watch] = {}
         self._log_at = {
             "debug": log.debug,
@@ -78,10 +79,8 @@ class _Server:
     def open(self, settings: BrokerSettings) -> tuple[str, str]:
         clients, workers = sockets.router(self._context), sockets.router(self._context)
         try:
-            endpoints = (
-                sockets.bind(clients, settings.bind),
-                sockets.bind(workers, settings.worker_bind),
-            )
+            for socket, endpoint in ((clients, settings.bind), (workers, settings.worker_bind)):
+                self._endpoints.append(sockets.bind(socket, endpoint))
         except BaseException:
             clients.close()
             workers.close()
@@ -90,7 +89,7 @@ class _Server:
         self._workers = Channel(workers, self._from_worker, self._unsent_to_worker)
         self._channels = [self._clients, self._workers]
         self._driver.handle(Tick())  # from here on the machine's time counts
-        return endpoints
+        return self._endpoints[0], self._endpoints[1]
 
     def close(self) -> None:
         self._driver.close()
@@ -99,6 +98,8 @@ class _Server:
         for channel in self._channels:
             channel.close()
         self._context.term()
+        for endpoint in self._endpoints:
+            sockets.remove_ipc_file(endpoint)
 
     def _from_client(self, frames: list[bytes]) -> None:
         client_id = ClientId(frames[0])

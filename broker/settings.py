@@ -9,7 +9,8 @@ class BrokerSettings:
 
     `max_live` bounds the requests that are admitted and not finished. A worker or client that is
     silent for `dead_after_beats` beats is lost; a lost client's requests are cancelled after
-    `resume_window_s`. `max_deadline_s` caps what a client may ask for.
+    `resume_window_s`. `max_deadline_s` caps what a client may ask for. Until `startup_window_s`
+    after the start, and for two beats at least, requests wait for a first worker.
     """
 
     bind: str = "tcp://127.0.0.1:7700"
@@ -22,6 +23,7 @@ class BrokerSettings:
     beat_s: float = 1.0
     dead_after_beats: float = 3.5
     resume_window_s: float = 10.0
+    startup_window_s: float = 0.0
     max_attempts: int = 3
     validate: bool = False
     log_level: str = "info"

@@ -84,9 +84,8 @@ class State:
     effects: list[Effect] = field(default_factory=list)
     beat_frame: bytes = field(init=False)
     num_decode_choices: int = 0
-    num_prefill_choices: int = 0
-    # Requests that came before any worker, soon after the start.
-    early: list[ClientMessage] = field(default_factory=list)
+    # Requests that came before any worker, soon after the start, and when.
+    early: dict[tuple[ClientId, bytes], tuple[float, ClientMessage]] = field(default_factory=dict)
     _watchers: dict[ProcessName, set[bytes]] = field(default_factory=lambda: defaultdict(set))
     _complained: set[bytes] = field(default_factory=set)
 

@@ -72,6 +72,7 @@ BROKER_HELP = {
     "beat_s": "seconds between two beats",
     "dead_after_beats": "beats of silence after which a worker is lost",
     "resume_window_s": "how long a lost client may come back",
+    "startup_window_s": "how long after the start requests wait for a first worker",
     "max_attempts": "workers that a request may lose",
     "validate": "assert all invariants after every event",
     "log_level": "debug, info, warning or error",

@@ -15,6 +15,7 @@ from llmrt.workers.settings import WorkerSettings
 
 _ROLES = ("both", "prefill", "decode")
 MAX_WORKERS = 256  # of a role
+LOADING_S = 600.0
 
 
 def _count(role: str) -> Any:
@@ -60,8 +61,10 @@ def up(
     workers = [(f"{role}-{n}", role) for role in _ROLES for n in range(counts[role])]
     flags["broker"] = ends["worker_bind"]
     flags["threads"] = worker.threads or share_of_cores(len(workers))
+    # Requests that come while the workers load wait for them; if none can start, all of this ends.
+    window_s = settings.startup_window_s or LOADING_S
     children = [
-        broker_child({**asked, **ends}, config),
+        broker_child({**asked, **ends, "startup_window_s": window_s}, config),
         *(worker_child(name, role, flags, config) for name, role in workers),
     ]
 

@@ -18,6 +18,10 @@ from llmrt.wire.messages import PsReply
 
 T = TypeVar("T")
 
+# Events that a stream holds for its reader, who then holds the stream back; and how many are
+# reported as read together.
+_MAX_UNREAD, _READ_TOGETHER = 64, 16
+
 
 class Client:
     """`AsyncClient` for code without an event loop; safe for use from several threads.
@@ -175,19 +179,29 @@ class Stream:
 
     def _read(self, events: AsyncIterator[StreamEvent]) -> Generator[StreamEvent, None, None]:
         inbox: SimpleQueue[StreamEvent | None] = SimpleQueue()
+        room = asyncio.Semaphore(_MAX_UNREAD)
 
         async def pump() -> None:
             try:
                 async for event in events:
                     inbox.put(event)
+                    await room.acquire()
             finally:
                 inbox.put(None)
 
-        # One task per stream, not one per token: a hand-over between threads takes some 50 us.
+        async def make_room(count: int) -> None:
+            for _ in range(count):
+                room.release()
+
+        # One task per stream and per many tokens: a hand-over between threads takes some 50 us.
         future = self._submit(pump())
+        num_read = 0
         try:
             while (event := inbox.get()) is not None:
                 yield event
+                num_read += 1
+                if num_read % _READ_TOGETHER == 0:
+                    self._submit(make_room(_READ_TOGETHER))
             _result_of(future)
         finally:
             future.cancel()

@@ -199,7 +199,11 @@ def check_deadline(deadline_s: object) -> float:
 
 def _unknown_keyword(name: str) -> str:
     close = difflib.get_close_matches(name, Options.__annotations__, n=1)
-    hint = f": did you mean {close[0]}?" if close else f": known are {', '.join(_SAMPLING_TYPES)}"
+    hint = (
+        f": did you mean {close[0]}?"
+        if close
+        else f": known are {', '.join(sorted(Options.__annotations__))}"
+    )
     return f"unknown keyword {name}{hint}"
 
 

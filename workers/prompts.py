@@ -47,6 +47,8 @@ class PromptEncoder:
             )
         if not generate.messages:
             raise InvalidRequest("messages is empty: give at least one message")
+        if not any(m.content for m in generate.messages):
+            raise InvalidRequest("the messages have no text: give at least one token")
         messages = [{"role": m.role, "content": m.content} for m in generate.messages]
         return self._template.render(messages, add_generation_prompt=True, now=now)
 

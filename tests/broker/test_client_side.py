@@ -85,6 +85,23 @@ def test_a_new_broker_does_not_wait_for_long(rig: Rig) -> None:
     assert rig.counters["requests_refused"] == 1
 
 
+def test_a_broker_waits_for_workers_that_load_as_long_as_it_is_told(
+    make_rig: Callable[..., Rig],
+) -> None:
+    """Once, however often the request comes, and the time counts as the request's own."""
+    rig = make_rig(startup_window_s=60.0)
+    rig.hello()
+    rig.generate(1, budget_ms=50_000)
+    rig.generate(2, budget_ms=5_000)
+    rig.advance(20.0)
+    rig.generate(1, budget_ms=50_000)
+    (sent,) = to_workers(rig.register("d0"), m.DISPATCH)
+    assert (sent.header.request_id, sent.header.budget_ms) == (request_id(1), 30_000)
+    (failed,) = to_clients(rig.seen, m.FAILED)
+    assert failed.header.request_id == request_id(2)
+    assert failed.failure.code == "deadline_exceeded"
+
+
 def test_every_owner_is_told_the_same_time_of_admission(rig: Rig) -> None:
     """Else a template would render another prompt for the tokens that were passed on."""
     rig.hello()

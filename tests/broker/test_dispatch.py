@@ -77,6 +77,17 @@ def test_prefill_workers_are_chosen_by_what_they_were_given(rig: Rig) -> None:
     assert Counter(chosen) == {"p1": 3, "p0": 1}
 
 
+def test_every_pair_of_workers_gets_its_share(rig: Rig) -> None:
+    for name, role in (("d0", "decode"), ("d1", "decode"), ("p0", "prefill"), ("p1", "prefill")):
+        rig.register(name, role)
+    pairs: Counter[tuple[str, str | None]] = Counter()
+    for number in range(40):
+        sent = dispatched([*rig.generate(number)])
+        pairs[sent.to.decode(), sent.route.prefill_worker] += 1
+        rig.finish(sent.to.decode(), number)
+    assert set(pairs.values()) == {10}
+
+
 def test_a_both_worker_prefills_for_nobody_else(rig: Rig) -> None:
     rig.register("b0")
     rig.register("b1")
@@ -125,10 +136,25 @@ def test_a_request_that_kills_two_workers_is_failed(rig: Rig) -> None:
     for name in ("d0", "d1", "d2"):
         rig.register(name)
     first = dispatched([*rig.generate(1)]).to.decode()
+    rig.advance(0.2)
     (second,) = kill(rig, first)
+    rig.advance(0.2)
     assert kill(rig, second.to.decode()) == []
     end = to_clients(rig.seen, m.FAILED)
     assert [sent.failure.code for sent in end] == ["worker_lost"]
+
+
+def test_a_worker_that_was_dead_already_is_not_held_against_a_request(rig: Rig) -> None:
+    """Two workers die at once, and the news of the second comes behind the dispatch to it."""
+    for name in ("d0", "d1", "d2"):
+        rig.register(name)
+    first = dispatched([*rig.generate(1)]).to.decode()
+    rig.advance(0.2)
+    (second,) = kill(rig, first)
+    rig.advance(0.01)
+    (third,) = kill(rig, second.to.decode())
+    assert third.header.n == 3
+    assert to_clients(rig.seen, m.FAILED) == []
 
 
 def test_attempts_are_bounded(make_rig: Callable[..., Rig]) -> None:

@@ -1,6 +1,7 @@
 """A broker on real sockets, with scripted peers on the same loop."""
 
 import asyncio
+import os
 import subprocess
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -189,6 +190,15 @@ def test_a_killed_worker_process_is_noticed_at_once(tmp_path: Path) -> None:
 
     with other_process() as (process, name):
         run(scenario(process, name))
+
+
+def test_no_socket_is_left_in_the_file_system(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with site(tmp_path):
+            assert set(os.listdir(tmp_path)) == {"clients", "workers"}
+
+    run(scenario())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_garbage_is_answered_and_the_broker_lives(tmp_path: Path) -> None:

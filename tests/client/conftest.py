@@ -70,6 +70,15 @@ class ScriptedBroker:
             if message.header.kind == kind:
                 return message
 
+    def acked_seq(self) -> int:
+        """The highest number acknowledged in what has come and was not looked at."""
+        seqs = [0]
+        while not self._inbox.empty():
+            header = self._inbox.get().header
+            if header.kind == messages.ACK:
+                seqs.append(header.seq)
+        return max(seqs)
+
     def order(self, client_id: bytes, frames: list[bytes]) -> None:
         """Send from the thread of the test."""
         self._orders.send_multipart([client_id, *frames])

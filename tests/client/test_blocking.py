@@ -2,10 +2,20 @@
 
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.client.conftest import WAIT_S, MakeBroker, Message, ScriptedBroker, one_token, silence
+from tests.client.conftest import (
+    WAIT_S,
+    MakeBroker,
+    Message,
+    ScriptedBroker,
+    events_frames,
+    finished_frames,
+    one_token,
+    silence,
+)
 
 from llmrt.client import Client
 from llmrt.wire.errors import BrokerUnreachable, InvalidRequest, RequestCancelled
@@ -31,6 +41,23 @@ def test_a_stream_has_its_result_after_the_end(make_broker: MakeBroker) -> None:
         assert [event.token_ids for event in stream] == [(100,), (101,), (102,)]
         assert stream.result.text == "0 1 2 "
         assert stream.result.request_id == stream.request_id
+
+
+def test_a_reader_that_stalls_holds_its_stream_back(make_broker: MakeBroker) -> None:
+    def endless(broker: ScriptedBroker, message: Message) -> None:
+        for seq in range(300):
+            broker.send(message, events_frames(message.header.request_id, seq, [seq], "x"))
+
+    broker = make_broker(endless)
+    with Client(broker.endpoint) as client:
+        events = iter(client.stream("hello"))
+        next(events)
+        asked = broker.expect(GENERATE)
+        time.sleep(1.0)  # some times what an acknowledgement waits for
+        assert 1 <= broker.acked_seq() <= 100
+        end = finished_frames(asked.header.request_id, 300)
+        broker.order(asked.client_id, end)
+        assert len(list(events)) == 299
 
 
 def test_break_cancels(make_broker: MakeBroker) -> None:

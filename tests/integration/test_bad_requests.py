@@ -127,6 +127,7 @@ TEXT = {**CHAT, "prompt_kind": "text"}
         ({**TEXT, "prompt_kind": "tokens"}, pack_u32([49152]), "49152 is unknown"),
         ({**TEXT, "prompt_kind": "image"}, b"x", "'image': text, tokens or chat is needed"),
         ({**CHAT, "messages": []}, b"", "messages is empty"),
+        ({**CHAT, "messages": [{"role": "user", "content": ""}]}, b"", "the messages have no text"),
         ({**CHAT, "messages": [{"role": "user", "content": None}]}, b"", r"messages\[0\]\.content"),
         ({**CHAT, "messages": [{"role": "user", "content": ["a"]}]}, b"", r"messages\[0\]"),
         ({**CHAT, "messages": [{"role": "user"}]}, b"", "content"),

@@ -51,6 +51,7 @@ def test_the_time_in_a_template_is_that_of_admission(tokenizer: Tokenizer) -> No
     [
         (ask("text"), b"ab\xff", "byte 2 is 0xff"),
         (ask("chat"), b"", "messages is empty"),
+        (ask("chat", ""), b"", "the messages have no text"),
         (ask("song"), b"", "prompt_kind is 'song'"),
     ],
 )
