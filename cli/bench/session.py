@@ -20,7 +20,13 @@ from llmrt.cli.bench.metrics import Record, Trial
 from llmrt.cli.bench.plan import BenchSettings, Point
 from llmrt.cli.bench.result import add_roofline, make_report, make_result
 from llmrt.cli.bench.roofline import ModelBytes
-from llmrt.cli.bench.subject import Declared, conditions_of, python_share, step_seconds
+from llmrt.cli.bench.subject import (
+    Declared,
+    conditions_of,
+    fresh_workers,
+    python_share,
+    step_seconds,
+)
 from llmrt.cli.bench.workload import arrival_times, make_prompt, probe_text
 from llmrt.client import AsyncClient
 
@@ -114,10 +120,10 @@ class _Session:
         return trials
 
     async def _trial(self, point: Point, name: str) -> Trial:
-        before = step_seconds(await self._client.workers())
+        before = step_seconds(await fresh_workers(self._client))
         records = await self._load(point, name)
         _check(records)
-        share = python_share(before, step_seconds(await self._client.workers()))
+        share = python_share(before, step_seconds(await fresh_workers(self._client)))
         start_s = min(record.start_s for record in records)
         duration_s = max(record.end_s for record in records) - start_s
         return Trial(records, duration_s, share)

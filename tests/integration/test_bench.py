@@ -30,6 +30,7 @@ def bench(*args: str) -> dict[str, Any]:
 def test_a_script_gets_the_decode_rate_of_a_cluster_of_its_own(tiny_model: Path) -> None:
     report = bench("--model", str(tiny_model), "--metric", "decode", "--concurrency", "1", *SHORT)
     assert report["decode_tokens_per_s"] > 0
+    assert 0 < report["python_share"] < 1
     assert len(report["repeats"]) == 2
     assert (report["completed"], report["failed"]) == (2, 0)
     assert report["total_output_tokens"] == 2 * 8
