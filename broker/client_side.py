@@ -19,6 +19,7 @@ from llmrt.broker.events import ClientMessage
 from llmrt.broker.requests import Ended, Request, Stream
 from llmrt.broker.state import State, Timer, failure_frames
 from llmrt.broker.status import ps_reply
+from llmrt.broker.wrong_side import not_from_client
 from llmrt.wire import messages
 from llmrt.wire.envelope import (
     MAX_BODY_BYTES,
@@ -80,7 +81,7 @@ def on_client_message(state: State, event: ClientMessage, now: float) -> None:
         case messages.HELLO:
             _welcome(state, client, event.frames)
         case kind:
-            raise ProtocolError(f"a client sent {kind!r}, which no client sends")
+            raise not_from_client(state.settings, kind)
 
 
 def check_client(state: State, client: Client, now: float) -> None:

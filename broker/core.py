@@ -129,7 +129,7 @@ class BrokerCore:
                 try:
                     on_worker_message(state, event, now)
                 except ProtocolError as error:
-                    state.complain(event.routing_id, error.error_code, error.message)
+                    self._reject_worker(event.routing_id, error, event.header.request_id)
             case ClientMessage() if self._is_early(event.header.kind, now):
                 # A repeat finds the first one there.
                 key = (event.client_id, event.header.request_id)
@@ -143,7 +143,7 @@ class BrokerCore:
             case ClientGarbage(client_id, code, text):
                 self._reject(client_id, ProtocolError(text, code=code))
             case WorkerGarbage(routing_id, code, text):
-                state.complain(routing_id, code, text)
+                self._reject_worker(routing_id, ProtocolError(text, code=code))
             case ClientUnroutable(client_id):
                 state.count("messages_unsent")
                 client = state.clients.get(client_id)
@@ -207,6 +207,12 @@ class BrokerCore:
     def _reject(self, client_id: ClientId, error: ProtocolError, request_id: bytes = b"") -> None:
         self._state.complain(client_id, error.error_code, error.message)
         self._state.to_client(client_id, failure_frames(error, request_id))
+
+    def _reject_worker(
+        self, routing_id: bytes, error: ProtocolError, request_id: bytes = b""
+    ) -> None:
+        self._state.complain(routing_id, error.error_code, error.message)
+        self._state.to_worker(routing_id, failure_frames(error, request_id))
 
     def _bury(self, process: ProcessName, now: float) -> None:
         """A process has ended, and with it its workers and sessions."""

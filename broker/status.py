@@ -12,6 +12,7 @@ from llmrt.wire.messages import PsReply, RequestRow, WorkerRow
 MAX_WORKER_ROWS = 1000
 MAX_REQUEST_ROWS = 1000
 MAX_LINKS = 64
+MAX_REFUSALS, MAX_REASON_CHARS = 4, 200
 
 
 def ps_reply(state: State, now: float) -> bytes:
@@ -63,6 +64,10 @@ def _worker_row(state: State, worker: Worker, now: float) -> WorkerRow:
         python_s=round(load.python_s, 6),
         num_drafted=load.num_drafted,
         num_accepted=load.num_accepted,
+        refusals={
+            peer: reason[:MAX_REASON_CHARS]
+            for peer, reason in islice(load.refusals.items(), MAX_REFUSALS)
+        },
     )
 
 

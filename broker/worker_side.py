@@ -16,6 +16,7 @@ from llmrt.broker.events import WorkerMessage
 from llmrt.broker.registry import Worker
 from llmrt.broker.requests import Request
 from llmrt.broker.state import State, Timer
+from llmrt.broker.wrong_side import WORKER_KINDS, not_from_worker
 from llmrt.wire.envelope import Header, decode_body, encode_body, encode_header, frame_at
 from llmrt.wire.errors import InternalError, ProtocolError, RegistrationRefused
 from llmrt.wire.ids import Attempt, ClientId, RequestId
@@ -64,6 +65,8 @@ def on_worker_message(state: State, event: WorkerMessage, now: float) -> None:
             state.to_worker(routing_id, [UNKNOWN_FRAME])
         elif kind == STEP:
             state.count("rows_stale", len(decode_step(frames)))
+        elif kind not in WORKER_KINDS:
+            raise not_from_worker(state.settings, kind)
         elif kind != BYE:
             state.count("ends_stale")
     elif kind == STEP:
@@ -75,7 +78,7 @@ def on_worker_message(state: State, event: WorkerMessage, now: float) -> None:
     elif kind == BYE:
         remove_worker(state, worker, now, cause="left")
     else:
-        raise ProtocolError(f"a worker sent {kind!r}, which no worker sends")
+        raise not_from_worker(state.settings, kind)
 
 
 def remove_worker(state: State, worker: Worker, now: float, *, cause: str) -> None:

@@ -49,7 +49,7 @@ async def _ps(broker: str, *, as_json: bool, watch: bool) -> None:
 
 
 def table(reply: "PsReply") -> str:
-    """For people: one line per worker and request, and all counters that are not 0."""
+    """For people: a line per worker, refused link and request, and all counters but those of 0."""
     workers = [
         (
             row.worker_id,
@@ -89,6 +89,13 @@ def table(reply: "PsReply") -> str:
         "LINKS",
     )
     parts = [_columns(heads, workers)]
+    refusals = [
+        f"link of {row.worker_id} to {peer} is refused: {reason}"
+        for row in reply.workers
+        for peer, reason in sorted(row.refusals.items())
+    ]
+    if refusals:
+        parts.append("\n".join(refusals))
     if requests:
         heads_of_requests = ("REQUEST", "STAGE", "DECODE", "PREFILL", "TOKENS", "AGE")
         parts.append(_columns(heads_of_requests, requests))

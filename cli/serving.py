@@ -3,6 +3,7 @@
 import dataclasses
 
 from llmrt.broker.settings import BrokerSettings
+from llmrt.wire.errors import ConfigError
 from llmrt.workers.settings import WorkerSettings
 
 
@@ -22,7 +23,15 @@ def serve_worker(settings: WorkerSettings) -> int:
     from llmrt.actor.log import configure
     from llmrt.actor.runtime import run
     from llmrt.actor.supervisor import announce_ready
-    from llmrt.workers.server import default_worker_id, serve
+
+    try:
+        from llmrt.workers.server import default_worker_id, serve
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("llmrt"):
+            raise
+        raise ConfigError(
+            f"a worker needs the package {error.name}: pip install 'llmrt[worker]'"
+        ) from None
 
     if settings.role == "colocated":
         settings = dataclasses.replace(settings, role="both")

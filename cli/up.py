@@ -11,7 +11,7 @@ from llmrt.cli.config import env_name, load
 from llmrt.cli.options import WORKER_HELP, ConfigOption, JsonOption, with_settings
 from llmrt.cli.settings import UpSettings
 from llmrt.wire.errors import ConfigError
-from llmrt.workers.settings import WorkerSettings
+from llmrt.workers.settings import WorkerSettings, check_link
 
 _ROLES = ("both", "prefill", "decode")
 MAX_WORKERS = 256  # of a role
@@ -46,6 +46,7 @@ def up(
     settings = load(BrokerSettings, asked, config)
     worker = load(WorkerSettings, flags, config)
     check_model(worker.model)
+    check_link(worker, sum(counts.values()))
     import asyncio
 
     import structlog

@@ -44,7 +44,9 @@ class _Buffer(IntEnum):
 def check_kv_dtype(kv_dtype: str) -> None:
     """Raise `ConfigError` unless it names a format of the KV cache."""
     if kv_dtype not in KV_FORMATS:
-        raise ConfigError(f"kv_dtype is {kv_dtype!r}: one of {', '.join(KV_FORMATS)} is needed")
+        raise ConfigError(
+            f"kv_cache_dtype is {kv_dtype!r}: one of {', '.join(KV_FORMATS)} is needed"
+        )
 
 
 class CpuProgram:

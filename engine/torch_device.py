@@ -71,7 +71,9 @@ class TorchDevice:
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype is {dtype!r}: one of {', '.join(_DTYPES)} is needed")
         if kv_dtype not in _KV_DTYPES:
-            raise ConfigError(f"kv_dtype is {kv_dtype!r}: one of {', '.join(_KV_DTYPES)} is needed")
+            raise ConfigError(
+                f"kv_cache_dtype is {kv_dtype!r}: one of {', '.join(_KV_DTYPES)} is needed"
+            )
         self.max_context = spec.max_context if max_context is None else max_context
         if not 0 < self.max_context <= spec.max_context:
             raise ConfigError(

@@ -211,7 +211,7 @@ async def attach_arena(
     Raises `TransferFailed` if nobody answers within `timeout_s` or the arena cannot be mapped, and
     `RegistrationRefused` with the owner's reason. The caller closes both: first the arena.
     """
-    _check_path(path)
+    check_path(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         async with asyncio.timeout(timeout_s):
@@ -274,8 +274,8 @@ def _peer_process(sock: socket.socket) -> tuple[int, int]:
 
 
 def _listen(path: Path) -> socket.socket:
-    _check_path(path)
-    _make_private(path.parent)
+    check_path(path)
+    make_private(path.parent)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         if path.exists():
@@ -283,13 +283,20 @@ def _listen(path: Path) -> socket.socket:
         sock.bind(str(path))
         path.chmod(0o600)
         sock.listen(MAX_PEERS)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"the KV arena cannot be served at {path} ({error.strerror}): "
+            "choose another runtime_dir"
+        ) from None
     except BaseException:
         sock.close()
         raise
     return sock
 
 
-def _check_path(path: Path) -> None:
+def check_path(path: Path) -> None:
+    """Raise `ConfigError` for a path that is too long for a socket."""
     size_bytes = len(os.fsencode(path))
     if size_bytes > MAX_PATH_BYTES:
         raise ConfigError(
@@ -298,9 +305,15 @@ def _check_path(path: Path) -> None:
         )
 
 
-def _make_private(folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = folder.stat()
+def make_private(folder: Path) -> None:
+    """Make the folder if it is not there; raise `ConfigError` unless it is of this user alone."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+    except OSError as error:
+        raise ConfigError(
+            f"runtime_dir is {folder}: it cannot be made ({error.strerror}); choose another"
+        ) from None
     if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError(
             f"runtime_dir {folder} belongs to user {info.st_uid} with mode "

@@ -186,6 +186,7 @@ class SimWorker(Process):
             arena_generation=1,
             link=self.arena.name,
             arena_socket=self.arena.name,
+            broker="sim",
             transfer=transfer,
             stream_interval_s=stream_interval_s,
         )

@@ -151,8 +151,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """One worker as `ps` shows it.
 
-    `numerics_id` is that of its contract. `steps_s`, `python_s`, `num_drafted` and `num_accepted`
-    are those of its `Load`, None if the broker does not tell.
+    `numerics_id` is that of its contract. `refusals`, and `steps_s`, `python_s`, `num_drafted` and
+    `num_accepted`, which are None if the broker does not tell, are those of its `Load`.
     """
 
     worker_id: str
@@ -174,6 +174,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     python_s: float | None = None
     num_drafted: int | None = None
     num_accepted: int | None = None
+    refusals: dict[str, str] = {}
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,7 +229,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     `steps_s` sums the time from the return of a step to that of the next one, where the next one
     could start at once; `python_s` is what of it was not spent in the model's computation.
     `num_drafted` tokens were guessed by speculative decoding, `num_accepted` of them rightly; the
-    latter are among `num_decode_tokens`.
+    latter are among `num_decode_tokens`. `links` are transports by peer, `refusals` the reasons for
+    the first few of those that are refused.
     """
 
     num_running: int = 0
@@ -247,6 +249,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     steps_s: float = 0.0
     python_s: float = 0.0
     links: dict[str, str] = {}
+    refusals: dict[str, str] = {}
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ class CoreSettings:
 
     `max_context` bounds prompt and generated tokens of a request. `transfer` is auto, shm or
     tcp; `placement` auto, local or remote. Tokens of a request that come within `stream_interval_s`
-    leave together. Times in seconds.
+    leave together. `broker` is for texts only. Times in seconds.
     """
 
     name: WorkerName
@@ -35,6 +35,7 @@ class CoreSettings:
     arena_generation: int
     link: str
     arena_socket: str
+    broker: str
     max_waiting: int = 1024
     transfer: str = "auto"
     placement: str = "auto"

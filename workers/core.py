@@ -11,6 +11,9 @@ in this order: to peers (a hand-over waits for them), the next step, then to the
     starting    REGISTER every beat until REGISTERED
     registered  HEARTBEAT every beat; UNKNOWN_WORKER (a new broker) -> starting
     stopping    BYE was sent
+
+A broker that answers FAILED is the wrong one, or takes no worker like this: the worker ends. One
+that answers no beat is waited for, with a warning now and then.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +25,7 @@ from llmrt.engine.batch import Vocabulary
 from llmrt.engine.scheduler import Scheduler
 from llmrt.wire import messages as m
 from llmrt.wire.envelope import Header, decode_body, frame_at
-from llmrt.wire.errors import InternalError, ProtocolError
+from llmrt.wire.errors import InternalError, ProtocolError, VersionMismatch
 from llmrt.wire.ids import RequestId, WorkerName
 from llmrt.workers import events as ev
 from llmrt.workers.context import CoreSettings, WorkerContext
@@ -34,6 +37,10 @@ from llmrt.workers.step_clock import StepClock
 
 T = TypeVar("T", bound=msgspec.Struct)
 M = TypeVar("M", ev.FromBroker, ev.FromPeer)
+
+# A restarted broker is back sooner.
+SILENT_BEATS = 5
+SILENT_AGAIN_BEATS = 30
 
 
 class WorkerCore:
@@ -50,6 +57,7 @@ class WorkerCore:
         self._state = "starting"
         self._next_beat = 0.0
         self._broker_epoch = 0
+        self._unanswered_beats = 0
         self._block_bytes = settings.contract.block_bytes
         self._from_broker = self._broker_handlers()
         self._from_peer = self._peer_handlers()
@@ -97,7 +105,10 @@ class WorkerCore:
             case ev.Tick():
                 self._tick()
             case ev.FromBroker():
+                self._unanswered_beats = 0
                 self._message(self._from_broker, event)
+            case ev.BrokerMismatch(message):
+                self._exit(VersionMismatch.code, message)
             case ev.FromPeer():
                 self._message(self._from_peer, event)
             case ev.Tokenized(request_id, attempt, token_ids, failure):
@@ -154,12 +165,26 @@ class WorkerCore:
             self._send_heartbeat()
         elif self._state == "starting":
             self._register()
+        self._watch_broker()
         self._offered.beat()
         self._owned.grants.beat()
         self._links.beat()
         for name in self._links.long_gone():
             if not self._owned.grants.uses(name) and not self._offered.uses(name):
                 self._links.forget(name)
+
+    def _watch_broker(self) -> None:
+        """By beats and not by the clock: a process that was stopped has heard nobody either."""
+        silent_beats, self._unanswered_beats = self._unanswered_beats, self._unanswered_beats + 1
+        if silent_beats % SILENT_AGAIN_BEATS == SILENT_BEATS:
+            settings = self._context.settings
+            self._context.log(
+                "broker.not_heard",
+                "warning",
+                broker=settings.broker,
+                silent_s=silent_beats * settings.beat_s,
+                remedy="start llmrt broker there, or give --broker its endpoint for workers",
+            )
 
     def _send_heartbeat(self) -> None:
         self._links.has_news = False
@@ -218,6 +243,7 @@ class WorkerCore:
         return {
             m.REGISTERED: self._registered,
             m.REFUSED: self._refused,
+            m.FAILED: self._failed,
             m.UNKNOWN_WORKER: self._unknown_worker,
             m.BEAT: lambda message: None,
             m.PEERS: self._peers,
@@ -240,6 +266,15 @@ class WorkerCore:
     def _refused(self, message: ev.FromBroker) -> None:
         failure = decode_body(frame_at(message.frames, 0), m.Failure)
         self._context.do(Exit(failure.code, failure.message))
+
+    def _failed(self, message: ev.FromBroker) -> None:
+        failure = decode_body(frame_at(message.frames, 0), m.Failure)
+        if self._state == "registered" and failure.code == ProtocolError.code:
+            raise ProtocolError(f"the broker could not read a message: {failure.message}")
+        self._exit(failure.code, failure.message)
+
+    def _exit(self, code: str, message: str) -> None:
+        self._context.do(Exit(code, f"{self._context.settings.broker}: {message}"))
 
     def _unknown_worker(self, message: ev.FromBroker) -> None:
         """The broker is a new one, or has given us up: say again who we are and what we hold."""
@@ -361,4 +396,5 @@ class WorkerCore:
             steps_s=self._clock.steps_s,
             python_s=self._clock.python_s,
             links=self._links.transports(),
+            refusals=self._links.refusals(),
         )

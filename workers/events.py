@@ -28,6 +28,13 @@ class FromBroker:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokerMismatch:
+    """The broker speaks another major version, as `message` says."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class FromPeer:
     """A message over a link; the sender is known by its routing id. `waited_s` as above."""
 
@@ -137,6 +144,7 @@ class StopWanted:
 Event = (
     Tick
     | FromBroker
+    | BrokerMismatch
     | FromPeer
     | Tokenized
     | StepTaken

@@ -14,6 +14,7 @@ by its confirmed death, never by the list: a restarted broker lists nobody at fi
 """
 
 from dataclasses import dataclass
+from itertools import islice
 
 from llmrt.wire import messages as m
 from llmrt.wire.ids import WorkerId, WorkerName
@@ -25,6 +26,8 @@ from llmrt.workers.events import ArenaShape
 GRANT, LEASE = "grant", "lease"
 AVOID_S = 10.0
 FORGET_S = 60.0
+# Of all peers that are refused, most have one reason.
+MAX_REFUSALS, MAX_REASON_CHARS = 4, 200
 
 
 @dataclass(slots=True)
@@ -100,14 +103,15 @@ class PeerLinks:
         link.hello = hello
         self.has_news = True
         context = self._context
-        link.refusal = contract_mismatch(context.settings.contract, hello.contract)
-        if link.refusal is not None:
+        mismatch = contract_mismatch(context.settings.contract, hello.contract)
+        if mismatch is not None:
+            link.refusal = f"KV contract differs: {mismatch}"
             context.log(
                 "peer.refused",
                 "warning",
                 peer=sender.worker_id,
                 peer_epoch=sender.epoch,
-                error=f"KV contract differs: {link.refusal}",
+                error=link.refusal,
             )
         elif context.settings.does_prefill_for_others and self._wants_mapping(hello):
             context.do(AttachArena(sender, hello.arena_socket))
@@ -226,6 +230,15 @@ class PeerLinks:
             for name, link in self._links.items()
             if link.is_listed
         }
+
+    def refusals(self) -> dict[str, str]:
+        """Reasons by worker id, of the first few listed peers with a transport of `refused`."""
+        refused = (
+            (name.worker_id, (link.refusal or link.cannot_map_ours or "")[:MAX_REASON_CHARS])
+            for name, link in self._links.items()
+            if link.is_listed and self.transport(name) == "refused"
+        )
+        return dict(islice(refused, MAX_REFUSALS))
 
     def __contains__(self, name: WorkerName) -> bool:
         return name in self._links

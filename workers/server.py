@@ -16,6 +16,7 @@ import structlog
 from llmrt.actor import sockets
 from llmrt.actor.process import this_process
 from llmrt.engine.scheduler import Scheduler, SchedulerSettings
+from llmrt.kvtransfer.arena_socket import check_path, make_private
 from llmrt.kvtransfer.ledger import Ledger
 from llmrt.wire.errors import ConfigError, ModelNotFound
 from llmrt.wire.ids import WorkerId, WorkerName
@@ -59,15 +60,12 @@ async def serve(settings: WorkerSettings, *, on_ready: Callable[[], None] = lamb
         WorkerId(settings.worker_id or default_worker_id(settings.role)), time.time_ns()
     )
     runtime_dir = settings.runtime_dir or default_runtime_dir()
-    try:
-        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"runtime_dir is {runtime_dir}: it cannot be made ({error.strerror}); choose another"
-        ) from None
-    remove_stale_sockets(runtime_dir)
     link_file = runtime_dir / f"{name.worker_id}.{os.getpid()}.link"
     arena_file = link_file.with_suffix(".arena")
+    make_private(runtime_dir)
+    if settings.role != "prefill":
+        check_path(arena_file)
+    remove_stale_sockets(runtime_dir)
     context = sockets.context()
     broker = sockets.dealer(context, name.routing_id)
     link = sockets.router(context)
@@ -147,6 +145,7 @@ async def _serve_model(
         arena_generation=model.arena.generation,
         link=net.link_at,
         arena_socket=str(arena_file),
+        broker=settings.broker,
         max_waiting=settings.max_waiting,
         transfer=settings.transfer,
         placement=settings.placement,
@@ -167,8 +166,8 @@ async def _serve_model(
         on_ready=on_ready,
         validate=settings.validate,
     )
-    await shell.start()
     try:
+        await shell.start()
         await shell.run()
     finally:
         await shell.close()

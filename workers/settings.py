@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmrt.wire.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
@@ -44,3 +46,13 @@ class WorkerSettings:
     trust_remote_code: bool = False
     validate: bool = False
     log_level: str = "info"
+
+
+def check_link(settings: WorkerSettings, num_workers: int) -> None:
+    """Raise `ConfigError` for a link that so many workers with these settings cannot share."""
+    link = settings.link
+    if link is not None and num_workers > 1 and not link.endswith((":*", ":0", "://*")):
+        raise ConfigError(
+            f"link is {link}: {num_workers} workers cannot share it; unset LLMRT_WORKER_LINK and "
+            "link in section [worker], or give a port of *, as in tcp://127.0.0.1:*"
+        )

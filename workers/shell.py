@@ -24,7 +24,7 @@ from llmrt.kvtransfer.arena_socket import ArenaServer, AttachedPeer, Lifeline, a
 from llmrt.kvtransfer.tcp_reader import BulkReader
 from llmrt.kvtransfer.tcp_server import BulkServer, ReadRequest
 from llmrt.wire.envelope import check_frames, decode_body, decode_header, encode_body
-from llmrt.wire.errors import LlmrtError, ProtocolError, error_from_code
+from llmrt.wire.errors import LlmrtError, ProtocolError, VersionMismatch, error_from_code
 from llmrt.wire.ids import BlockId, LeaseId, WorkerId, WorkerName
 from llmrt.wire.messages import Failure, Peer
 from llmrt.workers import effects as do
@@ -106,6 +106,7 @@ class WorkerShell:
             )
 
     async def start(self) -> None:
+        """Serve the arena. Raises `ConfigError` or `AddressInUse`; `close` is due even then."""
         self._bulk.start()
         if self._arena_server is not None:
             await self._arena_server.start()
@@ -207,6 +208,8 @@ class WorkerShell:
             header = decode_header(frames[0])
             waited_s = self._driver.stalled_s()
             event = ev.FromBroker(header, tuple(frames[1:]), waited_s)
+        except VersionMismatch as error:
+            self._driver.handle(ev.BrokerMismatch(error.message))
         except ProtocolError as error:
             self._refuse(error)
         else:

@@ -17,7 +17,7 @@ from llmrt.cli.cluster import check_model
 from llmrt.cli.config import flag_name, load
 from llmrt.engine.cpu_cores import share_of_cores
 from llmrt.wire.errors import ConfigError
-from llmrt.workers.settings import WorkerSettings
+from llmrt.workers.settings import WorkerSettings, check_link
 
 # Settings of a running cluster that are only believed, and stamped on the results.
 _BELIEVED = (
@@ -38,6 +38,7 @@ def measure_own(
     flags["log_level"] = flags["log_level"] or "error"
     worker = load(WorkerSettings, flags, config)
     check_model(worker.model)
+    check_link(worker, len(roles_of(layout)))
     # Said and not left to the worker, so that the stamp is true.
     flags["threads"] = threads = worker.threads or share_of_cores(len(roles_of(layout)))
     flags["kv_tokens"] = worker.kv_tokens or kv_tokens_for(points)

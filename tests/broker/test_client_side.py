@@ -427,7 +427,6 @@ def test_ps_tells_workers_requests_and_counters(rig: Rig) -> None:
         (m.HELLO, (b"\xc1",)),
         (m.HELLO, ()),
         (m.GENERATE, ()),
-        (m.STEP, ()),
     ],
 )
 def test_a_bad_message_is_answered_with_a_code(
@@ -436,6 +435,16 @@ def test_a_bad_message_is_answered_with_a_code(
     rig.register("d0")
     (sent,) = to_clients(rig.client(kind, 1, *frames))
     assert sent.failure.code == "protocol_error"
+
+
+def test_a_worker_at_the_endpoint_for_clients_is_told_the_other(rig: Rig) -> None:
+    (sent,) = to_clients(rig.client(m.REGISTER))
+    assert sent.header.request_id == b""
+    assert sent.failure == m.Failure(
+        code="config_invalid",
+        message="this is the broker's endpoint for clients: "
+        "give --broker the one for workers, tcp://127.0.0.1:7701",
+    )
 
 
 def test_garbage_is_answered_and_logged_once_per_peer(rig: Rig) -> None:

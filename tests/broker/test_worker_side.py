@@ -10,6 +10,7 @@ from tests.broker.conftest import (
     Rig,
     held,
     make_process,
+    request_id,
     row,
     to_clients,
     to_workers,
@@ -302,22 +303,52 @@ def test_an_unreachable_worker_that_is_heard_again_lives(rig: Rig) -> None:
     ("kind", "frames"),
     [
         ("dance", ()),
-        (m.GENERATE, ()),
         (m.HEARTBEAT, (b"\xc1",)),
         (m.STEP, (b"12345",)),
         (m.STEP, (b"1", b"", b"", b"")),
         (m.REGISTER, ()),
     ],
 )
-def test_a_bad_message_is_counted_and_harms_nobody(
+def test_a_bad_message_is_answered_and_harms_nobody(
     rig: Rig, kind: str, frames: tuple[bytes, ...]
 ) -> None:
     rig.register("d0")
     rig.generate(1)
-    assert not to_workers(rig.worker(b"d0", kind, *frames))
-    rig.handle(WorkerGarbage(b"stranger", "protocol_error", "no header"))
+    (to_worker,) = to_workers(rig.worker(b"d0", kind, *frames))
+    garbage = WorkerGarbage(b"stranger", "version_mismatch", "speak 1.0")
+    (to_stranger,) = to_workers(rig.handle(garbage))
+    assert (to_worker.to, to_worker.failure.code) == (b"d0", "protocol_error")
+    assert (to_stranger.to, to_stranger.failure.code) == (b"stranger", "version_mismatch")
     assert rig.counters["protocol_errors"] == 2
     assert to_clients(rig.step("d0", row(1, 0)), m.EVENTS)
+
+
+@pytest.mark.parametrize("kind", [m.HELLO, m.PS, m.GENERATE, m.BEAT])
+def test_a_client_at_the_endpoint_for_workers_is_told_the_other(rig: Rig, kind: str) -> None:
+    (sent,) = to_workers(rig.worker(b"client", kind, number=1))
+    assert sent.header.request_id == request_id(1)
+    assert sent.failure == m.Failure(
+        code="config_invalid",
+        message="tcp://127.0.0.1:7701: this is the broker's endpoint for workers: "
+        "give --broker the one for clients, tcp://127.0.0.1:7700",
+    )
+    assert rig.counters["ends_stale"] == 0
+
+
+def test_a_port_that_was_left_open_is_not_named(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(bind="tcp://127.0.0.1:*", worker_bind="tcp://127.0.0.1:*")
+    (sent,) = to_workers(rig.worker(b"client", m.HELLO))
+    assert sent.failure.message == (
+        "this is the broker's endpoint for workers: give --broker the one for clients"
+    )
+
+
+def test_ps_has_a_few_reasons_of_refused_links_and_cuts_long_ones(rig: Rig) -> None:
+    rig.register("d0")
+    rig.heartbeat("d0", refusals={f"p{n}": "x" * 999 for n in range(9)})
+    (sent,) = to_clients(rig.client(m.PS, 9))
+    (row,) = decode_body(sent.frames[1], m.PsReply).workers
+    assert row.refusals == {f"p{n}": "x" * 200 for n in range(4)}
 
 
 def test_two_sessions_of_one_process_share_a_watch(rig: Rig) -> None:

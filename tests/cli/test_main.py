@@ -17,6 +17,7 @@ from llmrt.cli.cluster import failed_code
 from llmrt.cli.main import main
 from llmrt.cli.options import parse_bias
 from llmrt.wire.errors import InternalError
+from llmrt.workers.settings import WorkerSettings, check_link
 
 COMMANDS = ("run", "up", "generate", "chat", "ps", "broker", "worker", "bench", "doctor", "version")
 NOBODY = "tcp://127.0.0.1:9"
@@ -181,6 +182,52 @@ def test_up_names_a_taken_port_before_anything_is_started(llmrt: Llmrt, flag: st
         done = llmrt("up", "--model", "model.gguf", flag, endpoint, free, "tcp://[::1]:*")
     assert done.err.startswith(f"error: {endpoint} is in use by another program")
     assert done.code == 78
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("up", "--both", "2"),
+        ("up", "--prefill", "1", "--decode", "1"),
+        ("bench", "--layout", "split"),
+    ],
+)
+def test_a_link_that_workers_would_share_is_refused(
+    llmrt: Llmrt, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    Path("model.gguf").write_bytes(b"not read")
+    monkeypatch.setenv("LLMRT_WORKER_LINK", "tcp://127.0.0.1:7777")
+    done = llmrt(*command, "--model", "model.gguf")
+    assert done.err.startswith("error: link is tcp://127.0.0.1:7777: 2 workers cannot share it")
+    assert done.code == 78
+
+
+@pytest.mark.parametrize("link", ["tcp://127.0.0.1:*", "tcp://[::1]:0", "ipc://*", None])
+def test_a_link_that_each_worker_has_for_itself_is_taken(link: str | None) -> None:
+    check_link(WorkerSettings(model=Path("m"), link=link), 2)
+    check_link(WorkerSettings(model=Path("m"), link="ipc:///one"), 1)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("command", [("worker",), ("run", "hi"), ("up",)])
+def test_without_the_packages_of_a_worker_the_remedy_is_told(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['numpy'] = None")
+    (tmp_path / "model.gguf").write_bytes(b"not read")
+    ends = {"LLMRT_BROKER_BIND": "tcp://127.0.0.1:*", "LLMRT_BROKER_WORKER_BIND": "tcp://[::1]:*"}
+    done = subprocess.run(
+        [sys.executable, "-m", "llmrt.cli.main", *command, "--model", str(tmp_path / "model.gguf")],
+        env=os.environ | ends | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    remedy = "a worker needs the package numpy: pip install 'llmrt[worker]' (config_invalid)"
+    assert f"error: {remedy}\n" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 78
 
 
 @pytest.mark.integration

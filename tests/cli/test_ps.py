@@ -47,6 +47,12 @@ def test_columns_are_as_wide_as_their_widest_cell() -> None:
     assert lines[2].index("both") == lines[1].index("both") == lines[0].index("ROLE")
 
 
+def test_a_refused_link_is_shown_with_its_reason() -> None:
+    refused = make_worker("d", links={"p": "refused"}, refusals={"p": "KV contract differs: why"})
+    text = table(make_reply(workers=(refused, make_worker("e"))))
+    assert "\n\nlink of d to p is refused: KV contract differs: why\n\nup " in text
+
+
 def test_requests_are_shown_only_if_there_are_some() -> None:
     assert "REQUEST" not in table(make_reply())
     row = RequestRow(

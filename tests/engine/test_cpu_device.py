@@ -327,7 +327,7 @@ def num_threads() -> int:
 def test_settings_are_checked_and_named(tiny: OpenedModel) -> None:
     with pytest.raises(ConfigError, match="dtype is 'fp16': one of auto, bf16, f32, int8"):
         make_program(tiny, "fp16")
-    with pytest.raises(ConfigError, match="kv_dtype is 'fp4': one of bf16, f32, int8, fp8"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp4': one of bf16, f32, int8, fp8"):
         make_program(tiny, kv_dtype="fp4")
     with pytest.raises(ConfigError, match="max_context is 257"):
         make_program(tiny, max_context=257)

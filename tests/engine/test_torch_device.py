@@ -227,7 +227,7 @@ def test_settings_are_checked_and_named(tiny_folder: Path) -> None:
     weights = open_model(tiny_folder)
     with pytest.raises(ConfigError, match="dtype is 'fp16'"):
         TorchDevice(weights, dtype="fp16")
-    with pytest.raises(ConfigError, match="kv_dtype is 'int8'"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'int8'"):
         TorchDevice(weights, kv_dtype="int8")
     with pytest.raises(ConfigError, match="max_context is 257"):
         TorchDevice(weights, max_context=257)

@@ -48,7 +48,6 @@ FRAMES = {
     "15 frames": [GENERATE, BODY, *[b"x"] * 13],
     "bad hello": [encode_header(m.HELLO), b"\x91"],
     "unknown kind": [encode_header("dance", ID)],
-    "kind of a worker": [encode_header(m.REGISTER, ID), b"\x80"],
 }
 
 
@@ -60,6 +59,15 @@ def test_bad_frames_of_a_client_are_answered_with_a_code(
         peer.send(*FRAMES[name])
         assert peer.failure().code == "protocol_error"
         assert peer.ask(max_tokens=2).usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize("name", ["text", "short deep header", "other protocol", "unknown kind"])
+def test_bad_frames_at_the_endpoint_for_workers_are_answered_with_a_code(
+    colocated: RunningCluster, name: str
+) -> None:
+    with raw_peer(colocated.worker_bind) as peer:
+        peer.send(*FRAMES[name])
+        assert peer.failure().code == "protocol_error"
 
 
 def test_another_major_version_is_refused_with_both_versions(colocated: RunningCluster) -> None:

@@ -2,9 +2,12 @@
 
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
 from local_cluster import RunningCluster
@@ -12,6 +15,7 @@ from safetensors.numpy import save_file
 from tests.integration.conftest import EXACT
 from tests.integration.probes import Ended, run_llmrt, running_llmrt, wait_until
 
+from llmrt.actor import sockets
 from llmrt.actor.sockets import check_free
 from llmrt.client import Client
 from llmrt.wire.errors import BrokerUnreachable, ConfigError
@@ -165,14 +169,86 @@ def test_a_client_without_a_broker_gets_a_code_in_time() -> None:
     assert NOBODY in ended.err
 
 
+@pytest.mark.parametrize("role", ["both", "prefill", "decode"])
+def test_a_runtime_folder_that_others_can_enter_is_refused(
+    tiny_model: Path, tmp_path: Path, role: str
+) -> None:
+    tmp_path.chmod(0o755)
+    ended = refused_worker(tiny_model, "--role", role, "--runtime-dir", tmp_path)
+    assert f"runtime_dir {tmp_path} belongs to user" in ended.err
+    assert "mode 755" in ended.err
+
+
+def test_a_runtime_folder_that_cannot_hold_a_socket_is_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert f"{file}: it cannot be made" in refused_worker(tiny_model, "--runtime-dir", file).err
+    long = ("--link", "tcp://127.0.0.1:*", "--runtime-dir", tmp_path / ("x" * 100))
+    assert "choose a shorter runtime_dir" in refused_worker(tiny_model, *long).err
+
+
+def test_an_arena_socket_that_cannot_be_is_told_after_the_model_is_loaded(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """By an error with a code: sockets and threads are closed in order."""
+    code = (
+        "import os, pathlib, sys; from llmrt.cli.main import main;"
+        "pathlib.Path(sys.argv.pop(1), f'w.{os.getpid()}.arena').touch(); main()"
+    )
+    flags = ("--model", tiny_model, *EXACT, "--broker", NOBODY, "--worker-id", "w")
+    command = [sys.executable, "-c", code, tmp_path, "worker", *flags, "--runtime-dir", tmp_path]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "model.loaded" in done.stderr
+    assert done.stderr.endswith(
+        ".arena is in the way and is no socket: remove it (address_in_use)\n"
+    )
+    assert done.returncode == 78
+
+
+def test_the_endpoints_of_a_broker_are_not_mistaken_for_each_other(
+    colocated: RunningCluster, tiny_model: Path
+) -> None:
+    worker = run_llmrt("worker", "--model", tiny_model, *EXACT, "--broker", colocated.bind)
+    assert worker.err.endswith(
+        f"error: {colocated.bind}: this is the broker's endpoint for clients: "
+        f"give --broker the one for workers, {colocated.worker_bind} (config_invalid)\n"
+    )
+    assert worker.code == 78
+    for command in (("ps",), ("generate", "hi")):
+        client = run_llmrt(*command, "--broker", colocated.worker_bind)
+        assert client.err == (
+            f"error: {colocated.worker_bind}: this is the broker's endpoint for workers: "
+            f"give --broker the one for clients, {colocated.bind} (config_invalid)\n"
+        )
+        assert client.code == 78
+
+
+def test_a_worker_ends_at_a_broker_of_another_version(tiny_model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with sockets.context() as context, sockets.router(context) as broker:
+        where = ("--broker", sockets.bind(broker, "tcp://127.0.0.1:*"))
+        with running_llmrt("worker", "--model", tiny_model, *EXACT, *where, stderr=log) as worker:
+            assert broker.poll(60_000)
+            routing_id, *_ = broker.recv_multipart()
+            broker.send_multipart([routing_id, msgpack.packb(("llmrt", 2, 0, "registered"))])
+            assert worker.wait(30) == 78
+    assert "2.0" in log.read_text()
+    assert "(version_mismatch)" in log.read_text()
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_a_worker_waits_for_its_broker(tiny_model: Path, tmp_path: Path, host: str) -> None:
     """And all find each other by `localhost`, whichever of its addresses is served."""
     bind, worker_bind = (check_free(f"tcp://{host}:*") for _ in range(2))
     where = ("--broker", worker_bind.replace(host, "localhost"), "--runtime-dir", tmp_path)
     tmp_path.chmod(0o700)
-    with running_llmrt("worker", "--model", tiny_model, *EXACT, *where) as worker:
-        wait_until(lambda: any(tmp_path.glob("*.arena")), 60, "the worker has loaded")
+    log = tmp_path / "log"
+    with running_llmrt("worker", "--model", tiny_model, *EXACT, *where, stderr=log) as worker:
+        wait_until(lambda: "broker.not_heard" in log.read_text(), 60, "the worker says so")
         assert worker.poll() is None
         with (
             running_llmrt("broker", "--bind", bind, "--worker-bind", worker_bind),
@@ -180,3 +256,4 @@ def test_a_worker_waits_for_its_broker(tiny_model: Path, tmp_path: Path, host: s
         ):
             wait_until(lambda: len(client.workers().workers) == 1, 30, "the worker registers")
             assert client.generate("hi", max_tokens=2).usage.completion_tokens == 2
+    assert "worker.registered" in log.read_text()

@@ -227,6 +227,7 @@ def make_worker() -> MakeWorker:
             "arena_generation": 3,
             "link": "ipc://link",
             "arena_socket": "/arena",
+            "broker": "tcp://there",
         }
         settings = CoreSettings(**facts | changes)
         scheduler = Scheduler(

@@ -50,6 +50,68 @@ def test_a_refused_worker_exits_with_the_reason(make_worker: Any) -> None:
     assert do.Exit("registration_refused", "why") in bench.effects
 
 
+def warnings(bench: Any, event: str) -> list[dict[str, object]]:
+    return [
+        effect.fields
+        for effect in bench.effects
+        if isinstance(effect, do.Log) and (effect.event, effect.level) == (event, "warning")
+    ]
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_a_broker_that_is_not_heard_is_named_after_some_beats_and_then_rarely(
+    make_worker: Any, is_registered: bool
+) -> None:
+    bench = make_worker()
+    if not is_registered:
+        bench.from_broker(m.UNKNOWN_WORKER)
+    for _ in range(5):
+        bench.tick()
+    assert warnings(bench, "broker.not_heard") == []
+    for _ in range(60):
+        bench.tick()
+    told = warnings(bench, "broker.not_heard")
+    assert [(fields["broker"], fields["silent_s"]) for fields in told] == [
+        ("tcp://there", 5.0),
+        ("tcp://there", 35.0),
+    ]
+    assert "start llmrt broker there" in str(told[0]["remedy"])
+
+
+def test_a_broker_that_answers_beats_is_not_complained_of(make_worker: Any) -> None:
+    bench = make_worker()
+    for _ in range(40):
+        bench.tick()
+        bench.from_broker(m.BEAT)
+    assert warnings(bench, "broker.not_heard") == []
+
+
+def test_a_stopped_process_does_not_take_its_own_silence_for_the_brokers(make_worker: Any) -> None:
+    bench = make_worker()
+    bench.tick(600.0)
+    assert warnings(bench, "broker.not_heard") == []
+
+
+@pytest.mark.parametrize("code", ["config_invalid", "version_mismatch", "protocol_error"])
+def test_a_worker_that_the_broker_cannot_take_exits_with_the_reason(
+    make_worker: Any, code: str
+) -> None:
+    bench = make_worker()
+    bench.from_broker(m.UNKNOWN_WORKER)
+    bench.from_broker(m.FAILED, m.Failure(code=code, message="why"))
+    assert do.Exit(code, "tcp://there: why") in bench.effects
+
+
+def test_a_registered_worker_outlives_one_message_that_was_not_read(make_worker: Any) -> None:
+    bench = make_worker()
+    bench.from_broker(m.FAILED, m.Failure(code="protocol_error", message="why"))
+    assert not any(isinstance(effect, do.Exit) for effect in bench.effects)
+    (fields,) = warnings(bench, "message.refused")
+    assert fields["error"] == "the broker could not read a message: why"
+    bench.from_broker(m.FAILED, m.Failure(code="config_invalid", message="clients"))
+    assert do.Exit("config_invalid", "tcp://there: clients") in bench.effects
+
+
 def test_heartbeats_carry_progress_and_what_is_held(make_worker: Any) -> None:
     bench = make_worker()
     bench.dispatch(TEN)

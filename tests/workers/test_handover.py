@@ -79,6 +79,30 @@ def test_p_writes_into_ds_blocks_and_d_emits_every_token(pair: Any) -> None:
     assert prefill.core._holding() == ()
 
 
+def test_heartbeats_say_why_a_link_is_refused(make_worker: Any, link: Any) -> None:
+    owner = make_worker("decode")
+    prefill = make_worker("prefill", contract=make_contract(kv_dtype="int8"))
+    link(owner, prefill, is_mapped=False)
+    owner.tick()
+    load = owner.sent(m.HEARTBEAT)[-1].body.load
+    assert load.links == {"prefill-0": "refused"}
+    (reason,) = load.refusals.values()
+    assert reason.startswith("KV contract differs: kv_dtype is '")
+    assert reason.endswith("' here and 'int8' there")
+
+
+def test_an_arena_that_cannot_be_mapped_is_a_reason_only_if_it_must_be(
+    make_worker: Any, link: Any
+) -> None:
+    for transfer, refusals in (("shm", {"prefill-0": "why"}), ("auto", {})):
+        owner, prefill = make_worker("decode", transfer=transfer), make_worker("prefill")
+        link(owner, prefill, is_mapped=False)
+        failure = m.Failure(code="transfer_failed", message="why")
+        owner.from_peer(prefill.name, m.MAP_FAILED, failure)
+        owner.tick()
+        assert owner.sent(m.HEARTBEAT)[-1].body.load.refusals == refusals
+
+
 def test_ds_cached_prefix_is_offered_and_not_computed_again(pair: Any, tokens_of: Any) -> None:
     owner, prefill = pair
     for number in (1, 2):

@@ -92,7 +92,7 @@ def test_without_step_and_torch_both_remedies_are_named(
         ("torch", {"kv_cache_dtype": "fp8"}, "int8 and fp8 need --device cpu"),
         ("torch", {"cpu_family": "portable"}, "only the cpu device has families"),
         ("cpu", {"cpu_family": "mmx"}, "cpu_family is 'mmx': this CPU and build can run"),
-        ("cpu", {"kv_cache_dtype": "fp4"}, "kv_dtype is 'fp4'"),
+        ("cpu", {"kv_cache_dtype": "fp4"}, "kv_cache_dtype is 'fp4'"),
         ("cpu", {"dtype": "fp16"}, "dtype is 'fp16': one of auto, bf16, f32, int8"),
     ],
 )

@@ -171,7 +171,7 @@ def test_a_damaged_weight_is_an_error(tmp_path: Path) -> None:
     ("dtypes", "kv_dtypes", "settings", "message"),
     [
         (["q4"], ["f32"], SETTINGS, "dtype is 'q4'"),
-        (["f32"], ["int4"], SETTINGS, "kv_dtype is 'int4'"),
+        (["f32"], ["int4"], SETTINGS, "kv_cache_dtype is 'int4'"),
         (["f32"], ["f32"], replace(SETTINGS, context=257), "context of .* is 256"),
         (["f32"], ["f32"], replace(SETTINGS, context=1), "--context is 1"),
         (["f32"], ["f32"], replace(SETTINGS, max_tokens=1), "--tokens is 1"),
