@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,17 +21,14 @@ from llmrt.cli.bench.metrics import Record, Trial
 from llmrt.cli.bench.plan import BenchSettings, Point
 from llmrt.cli.bench.result import add_roofline, make_report, make_result
 from llmrt.cli.bench.roofline import ModelBytes
-from llmrt.cli.bench.subject import (
-    Declared,
-    conditions_of,
-    fresh_workers,
-    python_share,
-    step_seconds,
-)
+from llmrt.cli.bench.subject import Declared, conditions_of, python_share, step_seconds
 from llmrt.cli.bench.workload import arrival_times, make_prompt, probe_text
 from llmrt.client import AsyncClient
+from llmrt.wire.messages import PsReply
 
 WARM_UP_TOKENS = 4
+# Workers beat once in a second or so; one that does not is not waited for.
+_MAX_WAIT_S = 5.0
 # `on_progress` is called with what is measured now, after every request.
 OnProgress = Callable[[str], None]
 
@@ -142,6 +140,18 @@ class _Session:
             return await generator.closed_loop(prompts, point.concurrency or 1)
         times = arrival_times(point.num_prompts, point.request_rate, settings.burstiness, seed=seed)
         return await generator.open_loop(prompts, times)
+
+
+async def fresh_workers(client: AsyncClient) -> PsReply:
+    """Workers as of heartbeats that they sent after this call, if they do so within 5 s."""
+    called_at = time.monotonic()
+    while True:
+        reply = await client.workers()
+        waited_s = time.monotonic() - called_at
+        oldest_s = max((row.heartbeat_age_s for row in reply.workers), default=0.0)
+        if oldest_s < waited_s or waited_s > _MAX_WAIT_S:
+            return reply
+        await asyncio.sleep(0.05)
 
 
 def _check(records: Sequence[Record]) -> None:

@@ -1,7 +1,5 @@
 """What is measured, as far as it can be known: it is stamped on every result."""
 
-import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,14 +7,11 @@ from typing import TYPE_CHECKING, Any
 from llmrt.wire.errors import ConfigError, NoWorker
 
 if TYPE_CHECKING:
-    from llmrt.client import AsyncClient
     from llmrt.wire.messages import PsReply, WorkerRow
 
 LAYOUTS = COLOCATED, SPLIT = ("colocated", "split")
 TRANSFERS = ("shm", "tcp")
 UNKNOWN = "unknown"
-# Workers beat once in a second or so; one that does not is not waited for.
-_MAX_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,18 +66,6 @@ def conditions_of(
         "transfer": "+".join(sorted(links)) or "none",
         "numerics_id": "+".join(sorted(ids)) or None,
     }
-
-
-async def fresh_workers(client: "AsyncClient") -> "PsReply":
-    """Workers as of heartbeats that they sent after this call, if they do so within 5 s."""
-    called_at = time.monotonic()
-    while True:
-        reply = await client.workers()
-        waited_s = time.monotonic() - called_at
-        oldest_s = max((row.heartbeat_age_s for row in reply.workers), default=0.0)
-        if oldest_s < waited_s or waited_s > _MAX_WAIT_S:
-            return reply
-        await asyncio.sleep(0.05)
 
 
 def step_seconds(reply: "PsReply") -> tuple[float, float] | None:
