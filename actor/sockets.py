@@ -11,6 +11,7 @@ import os
 import re
 import socket as net
 import stat
+from contextlib import ExitStack
 from typing import NamedTuple, TypeAlias
 
 import zmq
@@ -107,8 +108,27 @@ def connect(socket: Socket, endpoint: str) -> None:
 
 def check_free(endpoint: str) -> str:
     """Raise what `bind` would raise; returns the endpoint with its port chosen, and free again."""
-    with context() as ctx, router(ctx) as socket:
-        return bind(socket, endpoint)
+    (free,) = check_all_free(endpoint)
+    return free
+
+
+def check_all_free(*endpoints: str) -> tuple[str, ...]:
+    """As `check_free`, bound all at a time: raises `ConfigError` for two that are the same."""
+    bound: list[str] = []
+    try:
+        with context() as ctx, ExitStack() as sockets:
+            for endpoint in endpoints:
+                socket = sockets.enter_context(router(ctx))
+                bound.append(bind(socket, endpoint))
+    except AddressInUse:
+        taken, others = endpoints[len(bound)], endpoints[: len(bound)]
+        if others:  # which are free again: raises if it is another program's
+            check_free(taken)
+            raise ConfigError(
+                f"{taken} is the address of {' or '.join(others)} too: choose another endpoint"
+            ) from None
+        raise
+    return tuple(bound)
 
 
 def resolve(endpoint: str) -> tuple[str, ...]:

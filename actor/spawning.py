@@ -4,8 +4,10 @@ A command can so start its children first thing, and load what it needs itself w
 """
 
 import os
+import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 PARENT_ENV = "LLMRT_PARENT_PID"
@@ -29,6 +31,21 @@ class Spawned:
 
     process: subprocess.Popen[bytes]
     ready_fd: int
+
+
+@contextmanager
+def spawned(children: Sequence[Child]) -> Iterator[Mapping[str, Spawned]]:
+    """Start all of them; those that nobody has reaped when the block ends are killed then."""
+    running: dict[str, Spawned] = {}
+    try:
+        for child in children:
+            running[child.name] = spawn(child)
+        yield running
+    finally:
+        for one in running.values():
+            if one.process.poll() is None:
+                os.killpg(one.process.pid, signal.SIGKILL)
+                one.process.wait()
 
 
 def spawn(child: Child) -> Spawned:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llmrt.actor.signals import raised
 from llmrt.cli.answers import given, write
 from llmrt.cli.options import BrokerOption, ModelOption, endpoint, with_sampling
 
@@ -30,8 +31,9 @@ def chat(
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives input() its line editing
-    with Client(endpoint(broker)) as client:
-        _Chat(client, system, given({"model": model, **options})).run()
+    with raised(), Client(endpoint(broker)) as client:
+        code = _Chat(client, system, given({"model": model, **options})).run()
+    raise typer.Exit(code)
 
 
 class _Chat:
@@ -44,18 +46,21 @@ class _Chat:
         self._turns = list(self._start)
         self._is_terminal = sys.stdin.isatty()
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """The exit code: without a terminal that of the last question that failed, else 0."""
+        code = 0
         if self._is_terminal:
             print(_HELP, file=sys.stderr)
         while (line := self._read()) is not None:
             if line == "/exit":
-                return
+                break
             if line == "/reset":
                 self._turns = list(self._start)
             elif line.startswith("/"):
                 print(_HELP, file=sys.stderr)
             elif line:
-                self._answer(line)
+                code = self._answer(line) or code
+        return 0 if self._is_terminal else code
 
     def _read(self) -> str | None:
         """The next line, "" after Ctrl-C, None at the end."""
@@ -64,12 +69,18 @@ class _Chat:
         except EOFError:
             return None
         except KeyboardInterrupt:
+            if not self._is_terminal:
+                raise
             print(f"\n{_HELP}", file=sys.stderr)
             return ""
 
-    def _answer(self, question: str) -> None:
-        """A failed question is forgotten; of a cancelled answer, what came is kept."""
+    def _answer(self, question: str) -> int:
+        """0, or the exit code of its error. A failed question is forgotten; of a cancelled answer,
+        what came is kept."""
+        from llmrt.actor.exits import OK, report
         from llmrt.wire.errors import LlmrtError
+
+        code = OK
 
         turns = [*self._turns, {"role": "user", "content": question}]
         text = ""
@@ -79,9 +90,12 @@ class _Chat:
                     text += event.text
                     write(event.text)
         except KeyboardInterrupt:
+            if not self._is_terminal:
+                raise
             write(" [cancelled]")
         except LlmrtError as error:
-            print(f"error: {error.message} ({error.error_code})", file=sys.stderr)
+            code = report(error)
         print(flush=True)
         if text:
             self._turns = [*turns, {"role": "assistant", "content": text}]
+        return code

@@ -23,9 +23,11 @@ _LOADING_THRESHOLDS = (100_000, 50, 50)
 
 
 def main() -> None:
-    """Run `broker` or `worker`; exit codes are those of `llmrt.cli.main`."""
+    """Run `broker` or `worker`; exit codes are those of `llmrt.actor.exits`."""
     from llmrt.actor.process import die_with_parent
+    from llmrt.actor.streams import set_up
 
+    set_up()
     die_with_parent()
     _import_structlog()
     gc.set_threshold(*_LOADING_THRESHOLDS)

@@ -15,7 +15,8 @@ def serve_broker(settings: BrokerSettings) -> int:
     from llmrt.broker.server import serve
 
     configure("broker", level=settings.log_level)
-    return run(serve(settings, on_ready=lambda _clients, _workers: announce_ready()))
+    serving = serve(settings, on_ready=lambda _clients, _workers: announce_ready())
+    return run(serving, is_server=True)
 
 
 def serve_worker(settings: WorkerSettings) -> int:
@@ -38,4 +39,4 @@ def serve_worker(settings: WorkerSettings) -> int:
     if settings.worker_id is None:
         settings = dataclasses.replace(settings, worker_id=default_worker_id(settings.role))
     configure("worker", settings.worker_id, level=settings.log_level)
-    return run(serve(settings, on_ready=announce_ready))
+    return run(serve(settings, on_ready=announce_ready), is_server=True)

@@ -1,6 +1,7 @@
 """`llmrt up`: a broker and its workers on this host, watched by one process."""
 
 import json
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -8,9 +9,9 @@ import typer
 from llmrt.broker.settings import BrokerSettings
 from llmrt.cli.cluster import Cluster, broker_child, check_model, wait_until_linked, worker_child
 from llmrt.cli.config import env_name, load
-from llmrt.cli.options import WORKER_HELP, ConfigOption, JsonOption, with_settings
+from llmrt.cli.options import BROKER_HELP, WORKER_HELP, ConfigOption, JsonOption, with_settings
 from llmrt.cli.settings import UpSettings
-from llmrt.wire.errors import ConfigError
+from llmrt.wire.errors import ConfigError, LlmrtError
 from llmrt.workers.settings import WorkerSettings, check_link
 
 _ROLES = ("both", "prefill", "decode")
@@ -23,13 +24,19 @@ def _count(role: str) -> Any:
     return typer.Option(min=0, max=MAX_WORKERS, help=text, show_default=False)
 
 
+def _end(field: str) -> Any:
+    default = getattr(BrokerSettings(), field)
+    text = f"{BROKER_HELP[field]} [{default}, {env_name('broker', field)}]"
+    return typer.Option(help=text, show_default=False)
+
+
 @with_settings(WorkerSettings, WORKER_HELP, without=("role", "broker", "worker_id", "link"))
 def up(
     both: Annotated[int | None, _count("both")] = None,
     prefill: Annotated[int | None, _count("prefill")] = None,
     decode: Annotated[int | None, _count("decode")] = None,
-    bind: Annotated[str | None, typer.Option(help="endpoint for clients")] = None,
-    worker_bind: Annotated[str | None, typer.Option(help="endpoint for workers")] = None,
+    bind: Annotated[str | None, _end("bind")] = None,
+    worker_bind: Annotated[str | None, _end("worker_bind")] = None,
     config: ConfigOption = None,
     json_output: JsonOption = False,
     **flags: object,
@@ -39,6 +46,8 @@ def up(
     Example, colocated: llmrt up --model model.gguf
 
     Example, split: llmrt up --prefill 1 --decode 2 --model model.gguf
+
+    Other settings of the broker (llmrt broker --help) are taken from LLMRT_BROKER_* and --config.
     """
     wanted = {"both": both, "prefill": prefill, "decode": decode}
     counts = check_counts(load(UpSettings, wanted, config))
@@ -53,11 +62,12 @@ def up(
 
     from llmrt.actor.log import configure
     from llmrt.actor.runtime import run
-    from llmrt.actor.sockets import check_free
+    from llmrt.actor.sockets import check_all_free
     from llmrt.engine.cpu_cores import share_of_cores
 
     # Before anything is loaded: a taken port must not cost a minute.
-    ends = {"bind": check_free(settings.bind), "worker_bind": check_free(settings.worker_bind)}
+    free = check_all_free(settings.bind, settings.worker_bind)
+    ends = dict(zip(("bind", "worker_bind"), free, strict=True))
     configure("up", level=settings.log_level)
     workers = [(f"{role}-{n}", role) for role in _ROLES for n in range(counts[role])]
     flags["broker"] = ends["worker_bind"]
@@ -75,18 +85,26 @@ def up(
         serving = asyncio.create_task(cluster.run())
         announcing = asyncio.create_task(announce())
         try:
+            await asyncio.wait((serving, announcing), return_when=asyncio.FIRST_EXCEPTION)
+            if announcing.done():  # with an error, or both have ended
+                await announcing
             await serving
         finally:
             announcing.cancel()
+            serving.cancel()
+            await asyncio.gather(serving, announcing, return_exceptions=True)
 
     async def announce() -> None:
         await cluster.ready.wait()
-        if counts["prefill"] and not await wait_until_linked(ends["bind"], counts["prefill"]):
+        has_met = not counts["prefill"]
+        with suppress(LlmrtError):  # a broker that dies meanwhile is started again
+            has_met = has_met or await wait_until_linked(ends["bind"], counts["prefill"])
+        if not has_met:
             log = structlog.get_logger(__name__)
             log.warning("cluster.not_linked", remedy="llmrt ps shows which workers have not met")
         print(banner(ends, dict(workers), cluster.pids, as_json=json_output), flush=True)
 
-    raise typer.Exit(run(main()))
+    raise typer.Exit(run(main(), is_server=True))
 
 
 def check_counts(wanted: UpSettings) -> dict[str, int]:

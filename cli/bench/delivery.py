@@ -31,11 +31,25 @@ class Delivery:
             check_png(self.png)
 
     def __call__(self, report: Mapping[str, Any]) -> None:
-        if self.output is not None:
-            self.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        if self.png is not None:
-            write_png(report, self.png)
-        write(f"{json.dumps(report) if self.as_json else text_of(report)}\n")
+        """Raises `ConfigError` for a file that cannot be written; stdout has the report then."""
+        try:
+            if self.output is not None:
+                with _naming(self.output):
+                    text = json.dumps(report, indent=2) + "\n"
+                    self.output.write_text(text, encoding="utf-8")
+            if self.png is not None:
+                with _naming(self.png):
+                    write_png(report, self.png)
+        finally:
+            write(f"{json.dumps(report) if self.as_json else text_of(report)}\n")
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 @contextmanager

@@ -1,8 +1,11 @@
 """What a process says when it ends."""
 
+import errno
+
 import pytest
 
 from llmrt.actor.exits import exit_code, report
+from llmrt.actor.streams import OutputError
 from llmrt.wire.errors import (
     ERROR_BY_CODE,
     AddressInUse,
@@ -29,6 +32,8 @@ from llmrt.wire.errors import (
         (LlmrtError("x"), 1),
         (ValueError("x"), 1),
         (KeyboardInterrupt(), 130),
+        (OutputError(errno.EPIPE), 141),
+        (OutputError(errno.ENOSPC), 74),
     ],
 )
 def test_exit_code_tells_whether_trying_again_is_useful(error: BaseException, code: int) -> None:
@@ -39,3 +44,9 @@ def test_exit_code_tells_whether_trying_again_is_useful(error: BaseException, co
 def test_a_known_error_is_one_line(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     report(ERROR_BY_CODE[code]("port 7700 is taken"))
     assert capsys.readouterr().err == f"error: port 7700 is taken ({code})\n"
+
+
+def test_a_full_disk_is_named_and_a_closed_pipe_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    report(OutputError(errno.ENOSPC))
+    report(OutputError(errno.EPIPE))
+    assert capsys.readouterr().err == "error: cannot write to stdout: No space left on device\n"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -25,13 +26,13 @@ async def main():
         print("ending", flush=True)
         {ending}
 
-sys.exit(run(main()))
+sys.exit(run(main(), is_server={is_server}))
 """
 
 
 @contextmanager
-def program(ending: str = "pass") -> "Iterator[subprocess.Popen[str]]":
-    source = PROGRAM.format(ending=ending)
+def program(ending: str = "pass", *, is_server: bool = False) -> "Iterator[subprocess.Popen[str]]":
+    source = PROGRAM.format(ending=ending, is_server=is_server)
     with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as it:
         assert it.stdout is not None
         assert it.stdout.readline() == "up\n"
@@ -46,15 +47,21 @@ def test_the_result_of_main_is_the_exit_code() -> None:
     assert [run(main(code)) for code in (None, 0, 3)] == [0, 0, 3]
 
 
-def test_ctrl_c_is_what_it_was_afterwards() -> None:
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN])
+def test_signals_are_what_they_were_afterwards(handler: Any) -> None:
     """A program that goes on, a test run say, can still be interrupted."""
 
     async def main() -> None:
         return None
 
-    before = signal.getsignal(signal.SIGINT)
-    run(main())
-    assert signal.getsignal(signal.SIGINT) is before
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        run(main())
+        assert [signal.getsignal(number) for number in numbers] == [handler, handler]
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)
 
 
 def test_an_error_of_main_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,9 +92,18 @@ def test_a_fault_in_a_callback_ends_the_process(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_ends_main_in_order(number: signal.Signals, code: int) -> None:
-    with program() as it:
+@pytest.mark.parametrize(
+    ("number", "is_server", "code"),
+    [
+        (signal.SIGTERM, False, 143),
+        (signal.SIGTERM, True, 0),
+        (signal.SIGINT, False, 130),
+        (signal.SIGINT, True, 130),
+    ],
+)
+def test_a_signal_ends_main_in_order(number: signal.Signals, is_server: bool, code: int) -> None:
+    """An answer that was cut is not done; a server that was told to stop is."""
+    with program(is_server=is_server) as it:
         it.send_signal(number)
         assert it.stdout is not None
         assert it.stdout.read() == "ending\n"

@@ -202,3 +202,36 @@ def test_connect_explains_what_is_wrong_with_an_endpoint(ctx: Sockets, endpoint:
 def test_check_free_chooses_a_port_and_leaves_it_free(ctx: Sockets) -> None:
     endpoint = sockets.check_free("tcp://127.0.0.1:*")
     assert sockets.bind(ctx.router(), endpoint) == endpoint
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("ipc://{folder}/x", "ipc://{folder}/x"),
+        ("ipc://{folder}/x", "ipc://{folder}/../{name}/x"),
+        ("ipc://@llmrt-{name}", "ipc://@llmrt-{name}"),
+        ("{tcp}", "{tcp}"),
+    ],
+)
+def test_two_endpoints_that_are_one_are_refused(first: str, second: str, tmp_path: Path) -> None:
+    names = {
+        "folder": tmp_path,
+        "name": tmp_path.name,
+        "tcp": sockets.check_free("tcp://127.0.0.1:*"),
+    }
+    first, second = first.format(**names), second.format(**names)
+    with pytest.raises(ConfigError) as refused:
+        sockets.check_all_free(first, second)
+    assert refused.value.message == (
+        f"{second} is the address of {first} too: choose another endpoint"
+    )
+    assert sockets.check_free(second)
+
+
+def test_of_several_endpoints_the_one_that_is_taken_is_named() -> None:
+    with net.create_server(("127.0.0.1", 0)) as other:
+        taken = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(AddressInUse, match=taken):
+            sockets.check_all_free("tcp://127.0.0.1:*", taken)
+    chosen = sockets.check_all_free("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+    assert len({*chosen}) == 2

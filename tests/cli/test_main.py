@@ -74,10 +74,19 @@ def test_a_flag_is_shown_with_its_default_and_its_variable(llmrt: Llmrt) -> None
     assert "[required, LLMRT_WORKER_MODEL]" in text
 
 
+def test_up_shows_where_its_broker_gets_its_settings(llmrt: Llmrt) -> None:
+    text = " ".join(llmrt("up", "-h").out.split())
+    assert "endpoint for clients [tcp://127.0.0.1:7700, LLMRT_BROKER_BIND]" in text
+    assert "endpoint for workers [tcp://127.0.0.1:7701, LLMRT_BROKER_WORKER_BIND]" in text
+    assert (
+        "Other settings of the broker (llmrt broker --help) are taken from LLMRT_BROKER_*" in text
+    )
+
+
 def test_help_loads_nothing_heavy() -> None:
     """Help in 0.3 s: none of these may be imported for it."""
     heavy = ("torch", "numpy", "rich", "uvloop", "structlog", "zmq", "asyncio", "tokenizers")
-    code = f"import sys, llmrt.cli.main; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, llmrt.cli.commands; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
@@ -95,6 +104,12 @@ def test_version_is_json_on_demand(llmrt: Llmrt) -> None:
         (("worker", "--model", "/no/such.gguf"), 78, "no model at /no/such.gguf"),
         (("up", "--model", "/no/such.gguf"), 78, "no model at /no/such.gguf"),
         (("run", "hi", "--model", "/no/such.gguf"), 78, "no model at /no/such.gguf"),
+        (("run", "hi", "--model", "/", "--temperature", "nan"), 2, "temperature is nan"),
+        (("run", "hi", "--model", "/", "--logit-bias", "13=101"), 2, "logit_bias[13] is"),
+        (("run", "hi", "--model", "/", "--stop", ""), 2, "stop holds an empty string"),
+        (("run", "hi", "--model", "/", "--deadline-s", "nan"), 2, "deadline_s is nan"),
+        (("run", "hi", "--model", "/", "--priority", "-9999999999"), 2, "priority is -9999999999"),
+        (("run", "", "--raw", "--model", "/"), 2, "the prompt is empty"),
         (("up",), 78, "worker needs model: give --model, set LLMRT_WORKER_MODEL"),
         (("up", "--prefill", "1", "--model", "/"), 78, "none that decodes"),
         (("generate", "x", "--logit-bias", "13=101", "--broker", NOBODY), 2, "logit_bias[13] is"),
@@ -228,6 +243,15 @@ def test_without_the_packages_of_a_worker_the_remedy_is_told(
     assert f"error: {remedy}\n" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode == 78
+
+
+@pytest.mark.integration
+def test_up_starts_nothing_on_one_endpoint_for_both(llmrt: Llmrt) -> None:
+    Path("model.gguf").write_bytes(b"not read")
+    ends = ("--bind", "ipc://x", "--worker-bind", "ipc://./x")
+    done = llmrt("up", "--model", "model.gguf", *ends)
+    message = "ipc://./x is the address of ipc://x too: choose another endpoint"
+    assert (done.code, done.err) == (78, f"error: {message} (config_invalid)\n")
 
 
 @pytest.mark.integration

@@ -425,7 +425,7 @@ sys.modules["torch"] = None  # importing it raises ImportError
 from pathlib import Path
 from llmrt.workers.loading import load_model
 from llmrt.workers.settings import WorkerSettings
-import llmrt.workers.server, llmrt.cli.main
+import llmrt.workers.server, llmrt.cli.commands
 model = load_model(
     WorkerSettings(model=Path({str(tmp_path / "model.gguf")!r}), device="cpu", kv_tokens=64),
     generation=1,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from llmrt.actor.signals import raised
 from llmrt.cli.options import JsonOption
 from llmrt.wire.errors import ConfigError
 
@@ -55,14 +56,15 @@ def quality(
         raise ConfigError(
             f"measuring quality needs the package {error.name}: pip install 'llmrt[worker]'"
         ) from None
-    report = measure_quality(
-        model,
-        _names(dtype),
-        _names(kv_cache_dtype),
-        settings=QualitySettings(context=context, max_tokens=tokens),
-        text_path=text,
-        threads=threads,
-    )
+    with raised():  # so that its bar is taken off the terminal
+        report = measure_quality(
+            model,
+            _names(dtype),
+            _names(kv_cache_dtype),
+            settings=QualitySettings(context=context, max_tokens=tokens),
+            text_path=text,
+            threads=threads,
+        )
     print(json.dumps(report) if json_output else text_of(report))
 
 
