@@ -71,6 +71,9 @@ class Registry:
         self._by_routing_id: dict[bytes, Worker] = {}
         self._by_id: dict[WorkerId, Worker] = {}
         self._families: list[KvContract] = []
+        # Of the present workers; every request asks for them.
+        self._decode_workers: list[Worker] = []
+        self._prefill_workers: list[Worker] = []
         self._peers_frames: list[bytes] | None = None
         self._models: list[str] | None = None
 
@@ -134,7 +137,7 @@ class Registry:
         )
         self._by_routing_id[routing_id] = worker
         self._by_id[worker.name.worker_id] = worker
-        self._peers_frames = self._models = None
+        self._note_change()
         return worker
 
     def move(self, worker: Worker, routing_id: bytes, card: Register) -> None:
@@ -143,12 +146,12 @@ class Registry:
         worker.routing_id, worker.card = routing_id, card
         worker.family = self._family_of(card.contract)
         self._by_routing_id[routing_id] = worker
-        self._peers_frames = self._models = None
+        self._note_change()
 
     def remove(self, worker: Worker) -> None:
         del self._by_routing_id[worker.routing_id]
         del self._by_id[worker.name.worker_id]
-        self._peers_frames = self._models = None
+        self._note_change()
 
     def models(self) -> list[str]:
         """Names of the models that somebody decodes, in order."""
@@ -160,9 +163,8 @@ class Registry:
         """Workers that may own a request; `avoid` only if there is no other."""
         workers = [
             worker
-            for worker in self._by_id.values()
-            if worker.can_decode
-            and worker.suspect_at is None
+            for worker in self._decode_workers
+            if worker.suspect_at is None
             and worker.card.model == model
             and (family is None or worker.family == family)
         ]
@@ -174,10 +176,8 @@ class Registry:
         """Prefill workers whose blocks mean the same as the owner's."""
         return [
             worker
-            for worker in self._by_id.values()
-            if worker.can_prefill_for_others
-            and worker.suspect_at is None
-            and worker.family == owner.family
+            for worker in self._prefill_workers
+            if worker.suspect_at is None and worker.family == owner.family
         ]
 
     def decode_candidate(self, worker: Worker, now: float) -> Candidate:
@@ -214,6 +214,11 @@ class Registry:
         for routing_id, worker in self._by_routing_id.items():
             assert worker.routing_id == routing_id
             assert self._by_id[worker.name.worker_id] is worker
+
+    def _note_change(self) -> None:
+        self._peers_frames = self._models = None
+        self._decode_workers = [worker for worker in self if worker.can_decode]
+        self._prefill_workers = [worker for worker in self if worker.can_prefill_for_others]
 
     def _family_of(self, contract: KvContract) -> int:
         for family, known in enumerate(self._families):

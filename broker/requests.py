@@ -35,7 +35,7 @@ class Allowance:
     used: int = 0
 
 
-class Stream:
+class Stream(msgspec.Struct, eq=False, gc=False):
     """The output of one request, as far as it may be wanted again.
 
     `next_seq` is the sequence number of the next token to accept. `acked_seq` is above it while
@@ -45,26 +45,14 @@ class Stream:
     are kept.
     """
 
-    __slots__ = (
-        "_allowance",
-        "_num_sent",
-        "_rows",
-        "acked_seq",
-        "is_resumable",
-        "kept_bytes",
-        "next_seq",
-        "token_ids",
-    )
-
-    def __init__(self, allowance: Allowance, acked_seq: int = 0) -> None:
-        self.next_seq = 0
-        self.acked_seq = acked_seq
-        self.is_resumable = True
-        self.token_ids = bytearray()
-        self.kept_bytes = 0
-        self._allowance = allowance
-        self._rows: deque[StepRow] = deque()
-        self._num_sent = 0
+    _allowance: Allowance
+    acked_seq: int = 0
+    next_seq: int = 0
+    is_resumable: bool = True
+    token_ids: bytearray = msgspec.field(default_factory=bytearray)
+    kept_bytes: int = 0
+    _rows: deque[StepRow] = msgspec.field(default_factory=deque)
+    _num_sent: int = 0
 
     @property
     def is_behind(self) -> bool:

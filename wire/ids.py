@@ -2,6 +2,8 @@
 
 from typing import NamedTuple, NewType
 
+import msgspec
+
 from llmrt.wire.errors import ProtocolError
 
 RequestId = NewType("RequestId", bytes)
@@ -25,11 +27,11 @@ LeaseId = NewType("LeaseId", int)
 REQUEST_ID_BYTES = 16
 
 
-class Attempt(NamedTuple):
+class Attempt(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One try at a request: the epoch of the broker that made it, and its number there.
 
-    Attempts order as tuples; a restarted broker takes an epoch above the highest it hears of,
-    so a later attempt always compares greater.
+    Attempts order by epoch, then number; a restarted broker takes an epoch above the highest it
+    hears of, so a later attempt always compares greater.
     """
 
     epoch: int

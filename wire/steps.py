@@ -6,7 +6,8 @@ per request, so that the broker can slice the message without decoding anything 
 
 import struct
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from llmrt.wire.arrays import U32_BYTES, pack_u32, unpack_u32
 from llmrt.wire.envelope import encode_header
@@ -19,7 +20,7 @@ _ROW = struct.Struct("<16sQIIIII")
 NUM_STEP_FRAMES = 5
 
 
-class StepRow(NamedTuple):
+class StepRow(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one request.
 
     `seq` is the sequence number of the first of `token_ids` (4 bytes each). `text` is UTF-8 that
@@ -96,6 +97,11 @@ def token_ids_of(row: StepRow) -> list[int]:
 
 
 def make_row(
-    request_id: RequestId, attempt: Attempt, seq: int, token_ids: Iterable[int], text: str
+    request_id: RequestId,
+    attempt: Attempt,
+    seq: int,
+    token_ids: Iterable[int],
+    text: str,
+    extras: bytes = b"",
 ) -> StepRow:
-    return StepRow(request_id, attempt, seq, pack_u32(token_ids), text.encode())
+    return StepRow(request_id, attempt, seq, pack_u32(token_ids), text.encode(), extras)

@@ -8,6 +8,8 @@ with the end, or before the worker leaves. The first token never waits.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from llmrt.wire import messages as m
 from llmrt.wire.envelope import encode_body, encode_header
 from llmrt.wire.ids import Attempt, RequestId
@@ -69,9 +71,10 @@ class Answers:
             text = "".join([self._text(request, token_id) for token_id in token_ids])
         if end is not None and detokenizer.matched_stop is None:
             text += detokenizer.flush()
-        row = make_row(request.request_id, request.attempt, request.num_emitted, token_ids, text)
+        seq = request.num_emitted
+        row = make_row(request.request_id, request.attempt, seq, token_ids, text, extras)
         request.num_emitted += len(token_ids)
-        self._send_or_hold(request, row._replace(extras=extras), is_last=end is not None)
+        self._send_or_hold(request, row, is_last=end is not None)
 
     def end_after(self, request: OwnedRequest, token_id: int, length: int) -> End | None:
         """How the request ends if `token_id` was the last of `length` tokens; else None."""
@@ -165,7 +168,8 @@ class Answers:
     def _send_or_hold(self, request: OwnedRequest, row: StepRow, *, is_last: bool) -> None:
         now, held = self._context.now, request.held_row
         if held is not None:
-            row = held._replace(
+            row = msgspec.structs.replace(
+                held,
                 token_ids=held.token_ids + row.token_ids,
                 text=held.text + row.text,
                 extras=join_extras(held.extras, row.extras),

@@ -33,9 +33,16 @@ INLINE int64_t row_position(const attention *a, int64_t row) {
     return a->first_position + row / a->num_heads;
 }
 
-/* scores[r][32] = q[r] . keys, 16 * ATTEND_WIDTH columns at a time */
+/* Ask for `bytes` at `place`, once for all columns. */
+INLINE void fetch(const uint8_t *from, int64_t place, int64_t bytes, int64_t column) {
+    if (from && !column)
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + place + i, 0, 2);
+}
+
+/* scores[r][32] = q[r] . keys, 16 * ATTEND_WIDTH columns at a time. Blocks lie far apart: a little
+ * of the next one's keys is fetched with each dim, and of its values with each position below. */
 INLINE void score_rows(const int format, const int num_rows, const float *q, const void *keys,
-                       int64_t size, float *scores) {
+                       const uint8_t *next, int64_t size, float *scores) {
     for (int column = 0; column < 32; column += 16 * ATTEND_WIDTH) {
         vf sum[4][ATTEND_WIDTH];
         UNROLL
@@ -43,6 +50,7 @@ INLINE void score_rows(const int format, const int num_rows, const float *q, con
             UNROLL
             for (int c = 0; c < ATTEND_WIDTH; c++) sum[r][c] = vf_zero();
         for (int64_t d = 0; d < size; d++) {
+            fetch(next, 32 * kv_element_bytes(format) * d, 32 * kv_element_bytes(format), column);
             vf k[ATTEND_WIDTH];
             UNROLL
             for (int c = 0; c < ATTEND_WIDTH; c++)
@@ -64,8 +72,8 @@ INLINE void score_rows(const int format, const int num_rows, const float *q, con
 
 /* sums[r] += weights[r][first..end-1] @ values, for 16 * width columns from `column` */
 INLINE void add_columns(const int format, const int num_rows, const int width,
-                        const float *weights, const void *values, int64_t size, int64_t column,
-                        int first, int end, float *sums) {
+                        const float *weights, const void *values, const uint8_t *next,
+                        int64_t size, int64_t column, int first, int end, float *sums) {
     vf sum[4][ATTEND_WIDTH];
     UNROLL
     for (int r = 0; r < num_rows; r++)
@@ -73,6 +81,7 @@ INLINE void add_columns(const int format, const int num_rows, const int width,
         for (int c = 0; c < width; c++)
             sum[r][c] = kv_to_pairs(format, vf_load(sums + r * size + column + 16 * c));
     for (int i = first; i < end; i++) {
+        fetch(next, i * size * kv_element_bytes(format), size * kv_element_bytes(format), column);
         vf v[ATTEND_WIDTH];
         UNROLL
         for (int c = 0; c < width; c++)
@@ -92,31 +101,33 @@ INLINE void add_columns(const int format, const int num_rows, const int width,
 }
 
 INLINE void add_rows(const int format, const int num_rows, const float *weights,
-                     const void *values, int64_t size, int first, int end, float *sums) {
+                     const void *values, const uint8_t *next, int64_t size, int first, int end,
+                     float *sums) {
     int64_t column = 0;
     for (; column + 16 * ATTEND_WIDTH <= size; column += 16 * ATTEND_WIDTH)
-        add_columns(format, num_rows, ATTEND_WIDTH, weights, values, size, column, first, end,
-                    sums);
+        add_columns(format, num_rows, ATTEND_WIDTH, weights, values, next, size, column, first,
+                    end, sums);
     for (; column < size; column += 16)
-        add_columns(format, num_rows, 1, weights, values, size, column, first, end, sums);
+        add_columns(format, num_rows, 1, weights, values, next, size, column, first, end, sums);
 }
 
 /* Both for a format and a number of rows that the compiler knows. */
 typedef struct {
-    void (*score)(const float *q, const void *keys, int64_t size, float *scores);
-    void (*add)(const float *weights, const void *values, int64_t size, int first, int end,
-                float *sums);
+    void (*score)(const float *q, const void *keys, const uint8_t *next, int64_t size,
+                  float *scores);
+    void (*add)(const float *weights, const void *values, const uint8_t *next, int64_t size,
+                int first, int end, float *sums);
 } row_functions;
 
 #define ROWS(format, num_rows)                                                                   \
     static __attribute__((noinline)) void score_##format##_##num_rows(                           \
-        const float *q, const void *keys, int64_t size, float *scores) {                         \
-        score_rows(LLMRT_KV_##format, num_rows, q, keys, size, scores);                          \
+        const float *q, const void *keys, const uint8_t *next, int64_t size, float *scores) {    \
+        score_rows(LLMRT_KV_##format, num_rows, q, keys, next, size, scores);                    \
     }                                                                                            \
     static __attribute__((noinline)) void add_##format##_##num_rows(                             \
-        const float *weights, const void *values, int64_t size, int first, int end,              \
-        float *sums) {                                                                           \
-        add_rows(LLMRT_KV_##format, num_rows, weights, values, size, first, end, sums);          \
+        const float *weights, const void *values, const uint8_t *next, int64_t size, int first,  \
+        int end, float *sums) {                                                                  \
+        add_rows(LLMRT_KV_##format, num_rows, weights, values, next, size, first, end, sums);    \
     }
 #define UP_TO_4(format) ROWS(format, 1) ROWS(format, 2) ROWS(format, 3) ROWS(format, 4)
 UP_TO_4(BF16)
@@ -175,11 +186,12 @@ INLINE void weigh_row(float *scores, int first, int end, const float *k_scales,
 
 /* Rows row..row+num_rows-1 of the tile against one block. */
 static void block_rows(attention *a, const row_functions *functions, int num_rows, int64_t row,
-                       int64_t block, const void *keys, const void *values, const float *scales) {
+                       int64_t block, const void *keys, const void *values, const float *scales,
+                       const uint8_t *next) {
     const int64_t size = a->program->head_dim, begin = block * LLMRT_BLOCK_TOKENS;
     float *scores = a->scores + 32 * row;
     int seen_first = 32, seen_end = 0;
-    functions->score(a->q + row * size, keys, size, scores);
+    functions->score(a->q + row * size, keys, next, size, scores);
     for (int r = 0; r < num_rows; r++) {
         int64_t position = row_position(a, row + r);
         int64_t oldest = a->window ? position - a->window + 1 - begin : 0;
@@ -195,14 +207,17 @@ static void block_rows(attention *a, const row_functions *functions, int num_row
         if (first < seen_first) seen_first = first;
         if (end > seen_end) seen_end = end;
     }
-    functions->add(scores, values, size, seen_first, seen_end, a->sums + row * size);
+    const int64_t bytes = size * LLMRT_BLOCK_TOKENS * kv_element_bytes(a->program->kv_format);
+    functions->add(scores, values, next ? next + bytes : NULL, size, seen_first, seen_end,
+                   a->sums + row * size);
 }
 
 static void block_all(int64_t format, attention *a, int64_t block, const void *keys,
-                      const void *values, const float *scales) {
+                      const void *values, const float *scales, const uint8_t *next) {
     for (int64_t row = 0; row < a->num_rows; row += 4) {
         int count = a->num_rows - row < 4 ? (int)(a->num_rows - row) : 4;
-        block_rows(a, &by_format[format][count - 1], count, row, block, keys, values, scales);
+        block_rows(a, &by_format[format][count - 1], count, row, block, keys, values, scales,
+                   row ? NULL : next);
     }
 }
 
@@ -210,16 +225,20 @@ INLINE void widen(const int format, const void *from, int64_t count, float *to) 
     for (int64_t i = 0; i < count; i += 16) vf_store(to + i, kv_load(format, from, i));
 }
 
+INLINE const uint8_t *keys_of(const attention *a, int64_t block) {
+    return head_of_block(a->program, a->row, a->row->blocks[block], a->layer, a->kv_head);
+}
+
 /* One byte per element takes long to widen: for many rows it is done once. */
-static void attend_block(attention *a, int64_t block) {
+static void attend_block(attention *a, int64_t block, int64_t end) {
     const int64_t format = a->program->kv_format;
     const int64_t elements = a->program->head_dim * LLMRT_BLOCK_TOKENS;
     const int64_t bytes = elements * kv_element_bytes(format);
-    const uint8_t *keys = head_of_block(a->program, a->row, a->row->blocks[block], a->layer,
-                                        a->kv_head);
+    const uint8_t *keys = keys_of(a, block);
     const float *scales = is_scaled(format) ? (const float *)(keys + 2 * bytes) : NULL;
     if (!is_scaled(format) || a->num_rows <= 4) {
-        block_all(format, a, block, keys, keys + bytes, scales);
+        const uint8_t *next = block + 1 < end ? keys_of(a, block + 1) : NULL;
+        block_all(format, a, block, keys, keys + bytes, scales, next);
         return;
     }
     if (format == LLMRT_KV_INT8) {
@@ -229,7 +248,7 @@ static void attend_block(attention *a, int64_t block) {
         widen(LLMRT_KV_FP8, keys, elements, a->keys);
         widen(LLMRT_KV_FP8, keys + bytes, elements, a->values);
     }
-    block_all(LLMRT_KV_F32, a, block, a->keys, a->values, scales);
+    block_all(LLMRT_KV_F32, a, block, a->keys, a->values, scales, NULL);
 }
 
 static void clear(row_state *state, float *sums, int64_t num_rows, int64_t size) {
@@ -257,7 +276,7 @@ static void attend_segment(attention *a, int64_t segment) {
     if (last_position / LLMRT_BLOCK_TOKENS + 1 < end)
         end = last_position / LLMRT_BLOCK_TOKENS + 1;
     clear(a->state, a->sums, a->num_rows, a->program->head_dim);
-    for (; block < end; block++) attend_block(a, block);
+    for (; block < end; block++) attend_block(a, block, end);
 }
 
 INLINE void put_out(const row_state *state, const float *sums, int64_t size, float *out) {

@@ -101,7 +101,9 @@ class Worker:
         self.work[header.request_id] = Work(header.attempt, header.seq)
 
     def held(self) -> tuple[m.Held, ...]:
-        return tuple(m.Held(i, *work.attempt, "decode") for i, work in self.work.items())
+        return tuple(
+            m.Held(i, work.attempt.epoch, work.attempt.n, "decode") for i, work in self.work.items()
+        )
 
     def register(self) -> None:
         card = m.Register(

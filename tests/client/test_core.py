@@ -2,6 +2,7 @@
 
 from typing import TypeVar
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -395,7 +396,7 @@ def test_rows_of_an_ended_call_are_counted() -> None:
 def test_damaged_log_probabilities_end_the_stream() -> None:
     h = Harness()
     h.open_with()
-    effects = h.rows(row(0, 7)._replace(extras=b"\xc1"))
+    effects = h.rows(msgspec.structs.replace(row(0, 7), extras=b"\xc1"))
     assert type(error_of(effects)) is ProtocolError
     assert sent_kinds(effects) == [CANCEL]
 

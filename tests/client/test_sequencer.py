@@ -15,7 +15,7 @@ ID = RequestId(b"r" * 16)
 
 
 def row(seq: int, token_ids: list[int], text: str, extras: bytes = b"") -> StepRow:
-    return make_row(ID, NO_ATTEMPT, seq, token_ids, text)._replace(extras=extras)
+    return make_row(ID, NO_ATTEMPT, seq, token_ids, text, extras)
 
 
 def cut(texts: list[str], sizes: list[int]) -> list[StepRow]:

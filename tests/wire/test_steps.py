@@ -67,9 +67,7 @@ def test_a_torn_index_is_refused() -> None:
 @pytest.mark.parametrize("value", [0, 1, 3, 2**30, 2**32 - 1])
 def test_an_index_must_account_for_every_byte(column: int, value: int) -> None:
     """More tokens, text or extras than came, or fewer; also far beyond the end."""
-    frames = make_frames(
-        make_row(RequestId(b"a" * 16), Attempt(1, 1), 0, [7, 8], "xy")._replace(extras=b"zz")
-    )
+    frames = make_frames(make_row(RequestId(b"a" * 16), Attempt(1, 1), 0, [7, 8], "xy", b"zz"))
     fields = list(ROW.unpack(frames[1]))
     fields[column] = value
     frames[1] = ROW.pack(*fields)
