@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,11 @@ from llmrt.wire.kv import KvContract
 
 ROOT = Path(__file__).parents[1]
 _GONE_S = 10.0
+
+
+# A shell starts what runs in its background with Ctrl-C ignored, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def make_contract(**changes: Any) -> KvContract:
