@@ -14,8 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmrt.kernels.torch_linear import DenseLinear, Int4Linear, Linear, compute_dtype
-from llmrt.kernels.torch_ops import gated, rms_norm, rope_angles, rotate
+from llmrt.kernels.torch_linear import (
+    DenseLinear,
+    HalfLinear,
+    Int4Linear,
+    Linear,
+    compute_dtype,
+    reads_half,
+)
+from llmrt.kernels.torch_ops import Angles, gated, rms_norm, rope_angles, rotate
 from llmrt.models.quants import INT4_KINDS, dequantize, to_int4_groups
 from llmrt.models.spec import LayerSpec
 from llmrt.models.tensors import StoredTensor, WeightFile
@@ -63,12 +70,12 @@ class TorchDecoder:
         rope_idxs = [ropes.index(layer.attention.rope) for layer in spec.layers]
         prefixes = [f"layers.{idx}." for idx in range(spec.num_layers)]
         with ThreadPoolExecutor(LOADER_THREADS, thread_name_prefix="weights") as pool:
-            tied = pool.submit(loader.linear, "embed" if spec.is_tied else "head")
             embed = pool.submit(loader.embedding)
             load = partial(_load_layer, loader)
             self._layers = list(pool.map(load, prefixes, spec.layers, rope_idxs))
         self._final_norm = loader.norm("final_norm")
-        self._head, self._embed = tied.result(), embed.result()
+        self._embed = embed.result()
+        self._head = loader.head(self._embed if spec.is_tied else None)
         self.has_int4 = loader.has_int4
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -77,7 +84,12 @@ class TorchDecoder:
         if self._spec.embed_scale != 1.0:
             x *= self._spec.embed_scale
         angles = [
-            rope_angles(positions, inv_freq, rope.attention_factor)
+            rope_angles(
+                positions,
+                inv_freq,
+                rope.attention_factor,
+                is_interleaved=rope.style == "interleaved",
+            )
             for rope, inv_freq in self._ropes
         ]
         for idx, layer in enumerate(self._layers):
@@ -90,7 +102,7 @@ class TorchDecoder:
         return self._head(rms_norm(x, self._final_norm, self._eps)).float()
 
     def _attention(
-        self, idx: int, layer: _Layer, x: Tensor, angles: Tensor, attend: Attend
+        self, idx: int, layer: _Layer, x: Tensor, angles: Angles, attend: Attend
     ) -> Tensor:
         spec = layer.spec.attention
         qkv = layer.qkv(rms_norm(x, layer.attn_norm, self._eps)).float()
@@ -100,7 +112,7 @@ class TorchDecoder:
         qk = heads[:, : spec.num_heads + spec.num_kv_heads]
         if layer.qk_norm is not None:
             qk.copy_(rms_norm(qk, layer.qk_norm, self._eps))
-        rotate(qk, angles, is_interleaved=spec.rope.style == "interleaved")
+        rotate(qk, angles)
         q = heads[:, : spec.num_heads]
         kv = heads[:, spec.num_heads :].view(x.shape[0], 2, spec.num_kv_heads, spec.head_dim)
         y = layer.o(attend(idx, q, kv).flatten(1))
@@ -128,6 +140,7 @@ class _Loader:
         self._dtype = dtype
         self._progress = progress
         self._done: set[str] = set()
+        self._has_half = dtype == "auto" and reads_half()
         self._lock = Lock()
         self._total_bytes = sum(tensor.data.size for tensor in self._tensors.values())
         self._done_bytes = 0
@@ -140,7 +153,16 @@ class _Loader:
         return whole
 
     def embedding(self) -> Tensor:
-        return self.tensor("embed").to(torch.float32 if self._dtype == "f32" else torch.bfloat16)
+        """[vocab, hidden], in float16 where a product may share it; see `head`."""
+        dtype = torch.float16 if self._has_half else torch.bfloat16
+        return self.tensor("embed").to(torch.float32 if self._dtype == "f32" else dtype)
+
+    def head(self, tied: Tensor | None) -> Linear:
+        """The last product, the largest there is; `tied`: the embedding, if that is its weight."""
+        name = "head" if tied is None else "embed"
+        if not self._has_half or self._is_int4([self._tensors[name]]):
+            return self.linear(name)
+        return HalfLinear(self.tensor(name).half() if tied is None else tied)
 
     def norm(self, name: str) -> Tensor:
         weight = self.tensor(name)
@@ -149,14 +171,18 @@ class _Loader:
     def linear(self, *names: str) -> Linear:
         """One product for weights that share their input, 4-bit if all of them are."""
         stored = [self._tensors[name] for name in names]
-        is_int4 = all(tensor.kind in INT4_KINDS for tensor in stored)
-        if self._dtype != "auto" or not is_int4 or not Int4Linear.fits(_num_rows(stored)):
+        if not self._is_int4(stored):
             return DenseLinear(self.tensor(*names).to(compute_dtype(self._dtype)))
         parts = [to_int4_groups(tensor) for tensor in stored]
         q, scale, zero = (np.concatenate(part) for part in zip(*parts, strict=True))
         self._report(names)
         self.has_int4 = True
         return Int4Linear(q, scale, zero)
+
+    def _is_int4(self, stored: list[StoredTensor]) -> bool:
+        has_kind = all(tensor.kind in INT4_KINDS for tensor in stored)
+        num_rows = sum(tensor.shape[0] for tensor in stored)
+        return self._dtype == "auto" and has_kind and Int4Linear.fits(num_rows)
 
     def _report(self, names: tuple[str, ...]) -> None:
         with self._lock:
@@ -165,10 +191,6 @@ class _Loader:
             self._done_bytes += sum(self._tensors[name].data.size for name in new)
             if self._progress is not None:
                 self._progress(self._done_bytes, self._total_bytes)
-
-
-def _num_rows(stored: list[StoredTensor]) -> int:
-    return sum(tensor.shape[0] for tensor in stored)
 
 
 def _load_layer(loader: _Loader, prefix: str, spec: LayerSpec, rope_idx: int) -> _Layer:

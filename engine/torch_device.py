@@ -32,9 +32,9 @@ from llmrt.engine.device_parts import (
 )
 from llmrt.engine.sampler import draw_row
 from llmrt.engine.torch_decoder import TorchDecoder
-from llmrt.engine.torch_step import Pages, TorchStep
-from llmrt.kernels.torch_linear import compute_dtype, multiplies_bf16
-from llmrt.kernels.torch_ops import arena_pages
+from llmrt.engine.torch_step import TorchStep
+from llmrt.kernels.torch_attention import Pages, arena_pages
+from llmrt.kernels.torch_linear import compute_dtype, multiplies_bf16, reads_half
 from llmrt.models.tensors import WeightFile
 from llmrt.wire.errors import ConfigError
 from llmrt.wire.kv import BLOCK_TOKENS
@@ -161,7 +161,7 @@ class TorchDevice:
             raise out_of_range(row, self.max_context)
         if len(row.blocks) * BLOCK_TOKENS < end:
             raise short_table(row)
-        num_blocks = pages[0].heads.shape[0]
+        num_blocks = pages.heads.shape[0]
         if not 0 <= min(row.blocks) <= max(row.blocks) < num_blocks:
             raise unknown_block(row, num_blocks)
         if not 0 <= min(row.token_ids) <= max(row.token_ids) < self._vocab_size:
@@ -171,8 +171,9 @@ class TorchDevice:
 def _numerics_id(dtype: str, kv_dtype: str, *, has_int4: bool) -> str:
     version = torch.__version__.partition("+")[0]
     products = "f32" if dtype == "f32" else "bf16"
+    half = "-f16" * (dtype == "auto" and reads_half())
     isa = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
     return (
-        f"torch-{version}-{products}{'-int4' * has_int4}"
+        f"torch-{version}-{products}{'-int4' * has_int4}{half}"
         f"/kv-{kv_dtype}/cpu-{isa}{'-bf16' * multiplies_bf16()}"
     )

@@ -5,8 +5,7 @@ together lie side by side: decodes of one arena with similar lengths, then each 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Protocol
 
 import numpy as np
@@ -15,28 +14,28 @@ import torch
 from torch import Tensor
 
 from llmrt.engine.batch import ArenaId, Row
-from llmrt.kernels.torch_ops import LayerPages, decode_attention, prefill_attention, store_kv
+from llmrt.kernels.torch_attention import (
+    DecodeKv,
+    Pages,
+    Reach,
+    Slots,
+    prefill_attention,
+    store_kv,
+)
 from llmrt.models.spec import AttentionSpec
 from llmrt.wire.kv import BLOCK_TOKENS
 
-Pages = list[LayerPages]
-"""An arena, layer by layer."""
-
 Ints = npt.NDArray[np.int64]
+
+# Of KV that decodes have at hand as float32: above, it falls out of the caches and costs more than
+# the operations that it saves (measured from 64 to 4,096 tokens). A single layer may be more.
+_GATHERED_BYTES = 4 << 20
 
 
 class _Part(Protocol):
-    def attend(self, q: Tensor, pages: LayerPages, spec: AttentionSpec) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A part, its tokens in the step, and the slots (block, offset) of these."""
-
-    part: _Part
-    tokens: slice
-    pages: Pages
-    slots: tuple[Tensor, Tensor]
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """Store kv [M, 2, H, D], then attend with q [M, heads, D], layer after layer."""
+        ...
 
 
 class TorchStep:
@@ -52,7 +51,6 @@ class TorchStep:
         layers: Sequence[AttentionSpec],
         prefill_dtype: torch.dtype,
     ) -> None:
-        self._layers = layers
         order = sorted(range(len(rows)), key=lambda idx: (_part_key(rows[idx], idx), idx))
         ordered = [rows[idx] for idx in order]
         positions = [_positions(row) for row in ordered]
@@ -65,66 +63,78 @@ class TorchStep:
         sampled = [np.arange(end_of[i] - rows[i].num_logits, end_of[i]) for i in range(len(rows))]
         self.sampled = torch.from_numpy(np.concatenate(sampled))
 
-        self._placed: list[_Placed] = []
+        self._parts: list[tuple[slice, _Part]] = []
         for _, members in groupby(range(len(order)), key=lambda i: _part_key(ordered[i], order[i])):
             idxs = list(members)
             part_rows = [ordered[i] for i in idxs]
             first = part_rows[0]
-            self._placed.append(
-                _Placed(
-                    part=(
-                        _Decodes(part_rows)
-                        if len(first.token_ids) == 1
-                        else _PrefillChunk(first, prefill_dtype)
-                    ),
-                    tokens=slice(int(ends[idxs[0]]) - len(first.token_ids), int(ends[idxs[-1]])),
-                    pages=arenas[first.arena],
-                    slots=_slots(part_rows, [positions[i] for i in idxs]),
-                )
+            pages, slots = arenas[first.arena], _slots(part_rows, [positions[i] for i in idxs])
+            part: _Part = (
+                _Decodes(part_rows, pages, slots, layers)
+                if len(first.token_ids) == 1
+                else _PrefillChunk(first, pages, slots, layers, prefill_dtype)
             )
+            begin = int(ends[idxs[0]]) - len(first.token_ids)
+            self._parts.append((slice(begin, int(ends[idxs[-1]])), part))
 
-    def attend(self, layer_idx: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """Store kv [M, 2, kv_heads, D], then attend with q [M, heads, D]."""
-        spec = self._layers[layer_idx]
-        outputs = []
-        for placed in self._placed:
-            pages = placed.pages[layer_idx]
-            store_kv(pages, placed.slots, kv[placed.tokens])
-            outputs.append(placed.part.attend(q[placed.tokens], pages, spec))
+        outputs = [part.attend(layer, q[tokens], kv[tokens]) for tokens, part in self._parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class _Decodes:
-    """One token per row, all in one arena."""
+    """One token per row, all in one arena.
 
-    def __init__(self, rows: list[Row]) -> None:
-        self._rows = rows
-        self._reaches: dict[int | None, _Reach] = {}
+    KV is gathered for as many layers of one window as `_GATHERED_BYTES` allow.
+    """
 
-    def attend(self, q: Tensor, pages: LayerPages, spec: AttentionSpec) -> Tensor:
-        reach = self._reaches.get(spec.window)
+    def __init__(
+        self, rows: list[Row], pages: Pages, slots: Slots, layers: Sequence[AttentionSpec]
+    ) -> None:
+        self._rows, self._pages, self._slots, self._layers = rows, pages, slots, layers
+        self._reaches: dict[int | None, Reach] = {}
+        self._gathered = range(0)
+        self._kv: DecodeKv | None = None
+
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        if layer not in self._gathered or self._kv is None:
+            self._kv = self._gather(layer)
+        return self._kv.attend(layer - self._gathered.start, q, kv, self._layers[layer].scale)
+
+    def _gather(self, first: int) -> DecodeKv:
+        window = self._layers[first].window
+        reach = self._reaches.get(window)
         if reach is None:
-            reach = self._reaches[spec.window] = _decode_reach(self._rows, spec.window)
-        return decode_attention(
-            q,
-            pages,
-            reach.table,
-            scale=spec.scale,
-            span=reach.span,
-            hidden=reach.hidden,
-            unwritten=reach.unwritten,
+            reach = self._reaches[window] = _decode_reach(self._rows, window)
+        end = min(
+            first + DecodeKv.layers_within(_GATHERED_BYTES, self._pages, reach), len(self._layers)
         )
+        alike = takewhile(lambda idx: self._layers[idx].window == window, range(first, end))
+        self._kv = None  # so that two are never held at once
+        self._gathered = range(first, first + sum(1 for _ in alike))
+        return DecodeKv(self._pages.of(self._gathered), reach, self._slots)
 
 
 class _PrefillChunk:
     """Several tokens of one row."""
 
-    def __init__(self, row: Row, dtype: torch.dtype) -> None:
-        self._row = row
+    def __init__(
+        self,
+        row: Row,
+        pages: Pages,
+        slots: Slots,
+        layers: Sequence[AttentionSpec],
+        dtype: torch.dtype,
+    ) -> None:
+        self._row, self._pages, self._slots, self._layers = row, pages, slots, layers
         self._dtype = dtype
         self._reaches: dict[int | None, tuple[Tensor, slice, Tensor | None]] = {}
 
-    def attend(self, q: Tensor, pages: LayerPages, spec: AttentionSpec) -> Tensor:
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        spec = self._layers[layer]
+        pages = self._pages.of(range(layer, layer + 1))
+        store_kv(pages, self._slots, kv.unsqueeze(2))
         reach = self._reaches.get(spec.window)
         if reach is None:
             reach = _prefill_reach(self._row, spec.window, self._dtype)
@@ -133,16 +143,6 @@ class _PrefillChunk:
         return prefill_attention(
             q.to(self._dtype), pages, table, scale=spec.scale, span=span, mask=mask
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Reach:
-    """What decodes see in layers of one window; see `decode_attention`."""
-
-    table: Tensor
-    span: slice | None
-    hidden: Tensor | None
-    unwritten: tuple[Tensor, Tensor] | None
 
 
 def _part_key(row: Row, idx: int) -> tuple[bool, str, int]:
@@ -160,7 +160,7 @@ def _positions(row: Row) -> Ints:
     return np.arange(row.start, row.start + len(row.token_ids), dtype=np.int64)
 
 
-def _slots(rows: list[Row], positions: list[Ints]) -> tuple[Tensor, Tensor]:
+def _slots(rows: list[Row], positions: list[Ints]) -> Slots:
     blocks = [
         np.asarray(row.blocks, np.int64)[where // BLOCK_TOKENS]
         for row, where in zip(rows, positions, strict=True)
@@ -173,7 +173,7 @@ def _first_seen(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def _decode_reach(rows: list[Row], window: int | None) -> _Reach:
+def _decode_reach(rows: list[Row], window: int | None) -> Reach:
     first_blocks = [_first_seen(row.start, window) // BLOCK_TOKENS for row in rows]
     tables = [
         row.blocks[first : row.start // BLOCK_TOKENS + 1]
@@ -184,21 +184,20 @@ def _decode_reach(rows: list[Row], window: int | None) -> _Reach:
     for padded, blocks in zip(table, tables, strict=True):
         padded[: len(blocks)] = blocks
         padded[len(blocks) :] = blocks[0]
-    if len(rows) == 1:
-        origin, last = first_blocks[0] * BLOCK_TOKENS, rows[0].start
-        span = slice(_first_seen(last, window) - origin, last + 1 - origin)
-        return _Reach(torch.from_numpy(table), span, None, None)
-
     position = np.array([[row.start] for row in rows])
     seen_from = np.array([[_first_seen(row.start, window)] for row in rows])
-    slot = np.array([first_blocks]).T * BLOCK_TOKENS + np.arange(width * BLOCK_TOKENS)
+    origin = np.array([first_blocks]).T * BLOCK_TOKENS
+    last = torch.from_numpy((position - origin)[:, 0])
+    if len(rows) == 1:
+        span = slice(int((seen_from - origin)[0, 0]), int(last[0]) + 1)
+        return Reach(torch.from_numpy(table), last, span)
+
+    slot = origin + np.arange(width * BLOCK_TOKENS)
     is_later = slot > position
     hidden = torch.from_numpy(is_later | (slot < seen_from))[:, None, None]
-    # Padding repeats a block of the row itself, so only its last block has unwritten slots.
-    in_last = is_later & (slot // BLOCK_TOKENS == position // BLOCK_TOKENS)
-    row_idx, token_idx = np.nonzero(in_last)
+    row_idx, token_idx = np.nonzero(is_later)
     unwritten = (torch.from_numpy(row_idx), torch.from_numpy(token_idx))
-    return _Reach(torch.from_numpy(table), None, hidden, unwritten)
+    return Reach(torch.from_numpy(table), last, hidden=hidden, unwritten=unwritten)
 
 
 def _prefill_reach(

@@ -2,7 +2,8 @@
 
 On float32 and bfloat16 weights, oneDNN's packed product is up to twice as fast as `F.linear`,
 whose BLAS is slow on AMD. bfloat16 is used only where the CPU multiplies it: emulated, it is ten
-times slower than float32. float16 never is used: torch emulates it everywhere.
+times slower than float32. float16 is emulated everywhere, but for a single row, bound by memory,
+it is twice as fast as float32.
 """
 
 from typing import Protocol
@@ -31,6 +32,12 @@ def multiplies_bf16() -> bool:
     return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def reads_half() -> bool:
+    """Whether `HalfLinear` is the fastest dense product of one row on this CPU."""
+    has_f16c = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return has_f16c and not multiplies_bf16()
+
+
 def compute_dtype(dtype: str) -> torch.dtype:
     """What `f32` or `bf16` weights are multiplied in on this CPU."""
     return torch.bfloat16 if dtype != "f32" and multiplies_bf16() else torch.float32
@@ -51,6 +58,24 @@ class DenseLinear:
             return torch.nn.functional.linear(x, self._weight)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
         return y
+
+
+class HalfLinear:
+    """A weight [rows, columns] rounded to float16, which a single row reads as it is.
+
+    More rows are multiplied in float32, by a second copy. torch sums a row's products in
+    float32 and rounds each to float16: 11 bits.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: float16, kept and not copied."""
+        self._half = weight
+        self._dense = DenseLinear(weight.float())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            return torch.nn.functional.linear(x.half(), self._half)
+        return self._dense(x)
 
 
 class Int4Linear:

@@ -5,7 +5,13 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from llmrt.kernels.torch_linear import DenseLinear, Int4Linear, compute_dtype, multiplies_bf16
+from llmrt.kernels.torch_linear import (
+    DenseLinear,
+    HalfLinear,
+    Int4Linear,
+    compute_dtype,
+    multiplies_bf16,
+)
 
 ROW_COUNTS = (1, 2, 4, 5, 33)
 
@@ -30,6 +36,14 @@ def test_float32_is_exact_to_its_precision(num_rows: int, rows: int, columns: in
     y = DenseLinear(weight)(x)
     assert y.dtype == torch.float32
     assert relative_error(y, x.double().numpy() @ weight.double().numpy().T) < 1e-6
+
+
+@pytest.mark.parametrize("num_rows", ROW_COUNTS)
+def test_half_keeps_eleven_bits(num_rows: int) -> None:
+    """Weights, and for a single row inputs and outputs too, are rounded to float16."""
+    weight, x = torch.randn(300, 576), torch.randn(num_rows, 576)
+    y = HalfLinear(weight.half())(x)
+    assert relative_error(y, x.double().numpy() @ weight.double().numpy().T) < 2**-11
 
 
 @pytest.mark.parametrize("num_rows", ROW_COUNTS)
