@@ -5,7 +5,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmrt.actor.spawning import Child, Spawned
 from llmrt.cli.config import flag_name
@@ -161,3 +161,20 @@ def _child(
         elif value is not None:
             argv += [flag_name(field), str(value)]
     return Child(name, argv)
+
+
+def private_flags(
+    flags: Mapping[str, object], folder: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Flags of a broker and of workers that live in `folder` for one command.
+
+    They are silent unless something fails; a worker also says what is lost where it does not
+    compute in the best way.
+    """
+    level, workers = flags["log_level"], f"ipc://{folder}/workers"
+    broker = {"bind": f"ipc://{folder}/clients", "worker_bind": workers}
+    own = {"broker": workers, "runtime_dir": folder}
+    return (
+        {**broker, "log_level": level or "error"},
+        {**flags, **own, "log_level": level or "warning"},
+    )

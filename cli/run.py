@@ -9,7 +9,14 @@ import typer
 from llmrt.actor.signals import held
 from llmrt.actor.spawning import spawned
 from llmrt.cli.answers import Answer, given, has_chat_template, show, summary
-from llmrt.cli.cluster import Cluster, broker_child, check_model, while_serving, worker_child
+from llmrt.cli.cluster import (
+    Cluster,
+    broker_child,
+    check_model,
+    private_flags,
+    while_serving,
+    worker_child,
+)
 from llmrt.cli.config import load
 from llmrt.cli.options import (
     SAMPLING,
@@ -43,7 +50,6 @@ def run(
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = given({name: options.pop(name) for name in SAMPLING})
-    options["log_level"] = options["log_level"] or "error"
     settings = load(WorkerSettings, options, config)
     check_model(settings.model)
     _check_request(text, sampling, is_raw=raw)
@@ -56,10 +62,8 @@ def run(
         held() as release,
         TemporaryDirectory(prefix="llmrt-", ignore_cleanup_errors=True) as folder,
     ):
-        broker, workers = f"ipc://{folder}/clients", f"ipc://{folder}/workers"
-        log_level = options["log_level"]
-        broker_flags = {"bind": broker, "worker_bind": workers, "log_level": log_level}
-        worker_flags = {**options, "broker": workers, "runtime_dir": folder}
+        broker_flags, worker_flags = private_flags(options, folder)
+        broker = broker_flags["bind"]
         children = [
             worker_child("both-0", "both", worker_flags, config),
             broker_child(broker_flags, config),

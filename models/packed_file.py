@@ -6,7 +6,8 @@ The file lies beside the model (in a folder: inside it), else in the user's cach
 
 One page of header, then the buffer of `packing.Plan`. A file appears under its name only when it
 is complete and on disk, and is never written again but for the header, so its content is trusted
-when header and size are right. Whoever can change it can change the model.
+when header and size are right and nobody could change it but its user, the model's owner or root.
+Of several workers that pack at once, all map the file of the one that was first.
 
 The header remembers which files the weights came from, by size, times and inode: while these are
 the same, a start need not read the model to know its hash.
@@ -110,12 +111,16 @@ class _Opened:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """`origin` is what a header says of the model's files; `is_settled`: it may remember that."""
+    """`origin` is what a header says of the model's files; `is_settled`: it may remember that.
+
+    `owners` are the users whose files are trusted.
+    """
 
     plan: Plan
     digest: str
     origin: str
     is_settled: bool
+    owners: frozenset[int]
 
     @property
     def size_bytes(self) -> int:
@@ -148,7 +153,8 @@ def load_packed(
     plan = make_plan(model.tensors, requests)
     origin, changed_at = _origin(model.path)
     is_settled = changed_at + settled_after_s < time.time()
-    wanted = _Wanted(plan, plan.digest(), origin, is_settled)
+    owners = frozenset((os.geteuid(), 0, model.path.stat().st_uid))
+    wanted = _Wanted(plan, plan.digest(), origin, is_settled, owners)
     places = _places(model.path)
     notes: list[str] = []
     found = [opened for place in places for opened in _find(place, wanted, notes)]
@@ -224,19 +230,27 @@ def _find(place: _Place, wanted: _Wanted, notes: list[str]) -> Iterator[_Opened]
             notes.append(f"cannot read {path}: {error.strerror or error}")
             continue
         if opened is None:
-            notes.append(f"{path} is damaged or no file of packed weights: not used")
+            notes.append(
+                f"{path} is damaged, no file of packed weights, or writable by other users than "
+                "the model's: not used"
+            )
         else:
             yield opened
 
 
 def _open(path: Path, wanted: _Wanted) -> _Opened | None:
     with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size != wanted.size_bytes:
+        stat = os.fstat(file.fileno())
+        if stat.st_size != wanted.size_bytes or not _is_trusted(stat, wanted):
             return None
         header = _Header.decode(file.read(_PAGE_BYTES))
         if header is None or header != _header_like(header, wanted):
             return None
         return _Opened(path, header, wanted.map(file.fileno()))
+
+
+def _is_trusted(stat: os.stat_result, wanted: _Wanted) -> bool:
+    return stat.st_uid in wanted.owners and not stat.st_mode & 0o002
 
 
 def _header_like(header: _Header, wanted: _Wanted) -> _Header:
@@ -268,7 +282,7 @@ def _store(
     """Pack into a new file and give it its name. Raises `OSError` and leaves nothing behind."""
     place.folder.mkdir(parents=True, exist_ok=True)
     temporary = place.temporary_path()
-    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o664)
     try:
         # Held as long as someone writes: see `_is_abandoned`.
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -281,16 +295,31 @@ def _store(
         os.pwrite(fd, header.encode(), 0)
         os.fsync(fd)
         path = place.path(header.weights_hash, header.plan)
-        temporary.rename(path)
+        other = _publish(temporary, path, wanted, header.weights_hash)
         _sync_folder(place.folder)
-        packed = wanted.map(fd)
+        stored = other or _Opened(path, header, wanted.map(fd))
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     finally:
         os.close(fd)
     _remove_old(place, header.weights_hash)
-    return _Opened(path, header, packed)
+    return stored
+
+
+def _publish(temporary: Path, path: Path, wanted: _Wanted, weights_hash: str) -> _Opened | None:
+    """Give a file its name, unless another worker was first: then that one's, and ours is gone."""
+    try:
+        path.hardlink_to(temporary)
+    except OSError:  # there is one, perhaps a damaged one, or no links on this file system
+        other = _open(path, wanted) if path.is_file() else None
+        if other is None or other.header.weights_hash != weights_hash:
+            temporary.rename(path)
+            return None
+    else:
+        other = None
+    temporary.unlink()
+    return other
 
 
 def _sync_folder(folder: Path) -> None:

@@ -47,6 +47,7 @@ TRANSFERS = ("auto", "shm", "tcp")
 PLACEMENTS = ("auto", "local", "remote")
 SPECULATIVE = ("off", "ngram")
 MAX_DRAFTS = 16
+MAX_STREAM_INTERVAL_MS = 60_000
 
 
 async def serve(settings: WorkerSettings, *, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -239,9 +240,16 @@ def _check(settings: WorkerSettings) -> None:
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: at least 1 is needed")
-    if settings.stream_interval_ms < 0:
+    cpus = os.cpu_count() or 1
+    if settings.threads is not None and settings.threads > cpus:
         raise ConfigError(
-            f"stream_interval_ms is {settings.stream_interval_ms}: 0 or more is needed"
+            f"threads is {settings.threads}: this machine has {cpus} CPUs, and more threads than "
+            "those wait for each other"
+        )
+    if not 0 <= settings.stream_interval_ms <= MAX_STREAM_INTERVAL_MS:
+        raise ConfigError(
+            f"stream_interval_ms is {settings.stream_interval_ms}: from 0 to "
+            f"{MAX_STREAM_INTERVAL_MS} is needed"
         )
     if not 1 <= settings.speculative_tokens <= MAX_DRAFTS:
         raise ConfigError(

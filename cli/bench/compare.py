@@ -59,7 +59,10 @@ def unequal_conditions(
         if left != right:
             lines.append(f"{name} is {left} in A and {right} in B")
         elif left == UNKNOWN:
-            lines.append(f"{name} is {UNKNOWN} in both")
+            lines.append(
+                f"{name} is {UNKNOWN} in both (say it by its flag when measuring, or use "
+                f"--across {name})"
+            )
     return lines
 
 

@@ -1,5 +1,6 @@
 """What to measure: three metrics, each a list of points, and never one number for them all."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,11 +150,21 @@ def _check(settings: BenchSettings) -> None:
         raise ConfigError(
             "--request-rate is an open loop, --concurrency a closed one: give one of them"
         )
-    if min(settings.request_rates, default=1.0) <= 0 or settings.burstiness <= 0:
-        raise ConfigError("--request-rate and --burstiness must be above 0")
+    for rate in settings.request_rates:
+        _check_positive("--request-rate", rate)
+    _check_positive("--burstiness", settings.burstiness)
     for name, limit_ms in settings.goodput.items():
-        if name not in LIMITS or limit_ms <= 0:
+        if name not in LIMITS or not _is_positive(limit_ms):
             raise ConfigError(
                 f"--goodput has {name}:{limit_ms:g}: a limit in ms above 0 for one of "
                 f"{', '.join(LIMITS)} is needed"
             )
+
+
+def _check_positive(flag: str, number: float) -> None:
+    if not _is_positive(number):
+        raise ConfigError(f"{flag} is {number:g}: a finite number above 0 is needed")
+
+
+def _is_positive(number: float) -> bool:
+    return math.isfinite(number) and number > 0

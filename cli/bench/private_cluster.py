@@ -8,6 +8,7 @@ from llmrt.cli.bench.subject import SPLIT
 from llmrt.cli.cluster import (
     Cluster,
     broker_child,
+    private_flags,
     wait_until_linked,
     while_serving,
     worker_child,
@@ -32,9 +33,8 @@ async def with_private_cluster(
     none is started again, since a figure across a restart would mean nothing.
     """
     with TemporaryDirectory(prefix="llmrt-") as folder:
-        broker, workers = f"ipc://{folder}/clients", f"ipc://{folder}/workers"
-        broker_flags = {"bind": broker, "worker_bind": workers, "log_level": flags["log_level"]}
-        worker_flags = {**flags, "broker": workers, "runtime_dir": folder}
+        broker_flags, worker_flags = private_flags(flags, folder)
+        broker = broker_flags["bind"]
         children = [
             worker_child(f"{role}-0", role, worker_flags, config) for role in roles_of(layout)
         ]

@@ -27,7 +27,8 @@ HEADLINES: dict[str, tuple[str, Callable[[Trial], float | None]]] = {
 CONDITIONS = (
     *("model", "quantization", "weight_bytes", "device", "dtype", "kv_cache_dtype"),
     *("layout", "workers", "transfer", "numerics_id", "threads", "machine"),
-    *("speculative", "speculative_tokens"),
+    *("speculative", "speculative_tokens", "cpu_family", "placement", "max_running"),
+    *("step_tokens", "kv_tokens", "stream_interval_ms", "has_prefix_cache"),
     *("context", "input_len", "output_len", "max_concurrency", "request_rate", "burstiness"),
     *("num_prompts", "seed", "goodput_limits_ms", "is_prefix_cached"),
 )
@@ -86,6 +87,10 @@ def add_roofline(
     """
     if model.weight_bytes <= cache_bytes:
         result |= {"roofline": None, "roofline_note": "the weights fit the last-level cache"}
+        return
+    if result["speculative"] != "off":
+        note = "with drafts a step may give several tokens per stream"
+        result |= {"roofline": None, "roofline_note": note}
         return
     reached = result[HEADLINES[point.metric][0]]
     if point.metric == TTFT and reached:
@@ -155,9 +160,18 @@ def rounded(value: Any) -> Any:
 
 
 def _is_result(result: object) -> bool:
+    if not isinstance(result, dict) or result.get("metric") not in HEADLINES:
+        return False
+    headline, repeats = result.get("headline"), result.get("repeats")
     return (
-        isinstance(result, dict)
-        and result.get("metric") in HEADLINES
-        and result.get("headline") in result
+        headline == HEADLINES[result["metric"]][0]
+        and _is_figure(result.get(headline, ""))
+        and isinstance(repeats, list)
+        and all(map(_is_figure, repeats))
         and all(name in result for name in CONDITIONS)
+        and type(result["input_len"]) is int
     )
+
+
+def _is_figure(value: object) -> bool:
+    return value is None or type(value) in (int, float)

@@ -22,7 +22,8 @@ from llmrt.workers.settings import WorkerSettings, check_link
 # Settings of a running cluster that are only believed, and stamped on the results.
 _BELIEVED = (
     *("device", "dtype", "kv_cache_dtype", "threads"),
-    *("speculative", "speculative_tokens"),
+    *("speculative", "speculative_tokens", "cpu_family", "placement", "max_running"),
+    *("step_tokens", "kv_tokens", "stream_interval_ms", "has_prefix_cache"),
 )
 
 
@@ -35,20 +36,27 @@ def measure_own(
 ) -> int:
     """Start a cluster, measure it and end it; returns the exit code."""
     points = make_points(settings)
-    flags["log_level"] = flags["log_level"] or "error"
     worker = load(WorkerSettings, flags, config)
     check_model(worker.model)
     check_link(worker, len(roles_of(layout)))
     # Said and not left to the worker, so that the stamp is true.
     flags["threads"] = threads = worker.threads or share_of_cores(len(roles_of(layout)))
-    flags["kv_tokens"] = worker.kv_tokens or kv_tokens_for(points)
+    flags["kv_tokens"] = kv_tokens = worker.kv_tokens or kv_tokens_for(points)
     declared = Declared(
         device=worker.device,
         dtype=worker.dtype,
         kv_cache_dtype=worker.kv_cache_dtype,
         threads=threads,
         speculative=worker.speculative,
-        speculative_tokens=worker.speculative_tokens,
+        # Of no effect without: equal runs are not told apart by it.
+        speculative_tokens=0 if worker.speculative == "off" else worker.speculative_tokens,
+        cpu_family=worker.cpu_family or "auto",
+        placement=worker.placement,
+        max_running=worker.max_running,
+        step_tokens=worker.step_tokens,
+        kv_tokens=kv_tokens,
+        stream_interval_ms=worker.stream_interval_ms,
+        has_prefix_cache=worker.has_prefix_cache,
     )
     task = replace(
         make_task(settings, declared, layout, worker.model),

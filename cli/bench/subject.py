@@ -26,6 +26,13 @@ class Declared:
     threads: int | None = None
     speculative: str | None = None
     speculative_tokens: int | None = None
+    cpu_family: str | None = None
+    placement: str | None = None
+    max_running: int | None = None
+    step_tokens: int | None = None
+    kv_tokens: int | None = None
+    stream_interval_ms: int | None = None
+    has_prefix_cache: bool | None = None
 
     def conditions(self) -> dict[str, Any]:
         return {

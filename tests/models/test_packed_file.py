@@ -211,6 +211,23 @@ def test_a_file_of_another_size_is_packed_again(path: Path, grown_bytes: int) ->
     assert not Load(path).packed.notes
 
 
+def test_a_file_that_others_may_write_is_packed_again(path: Path) -> None:
+    Load(path).file.chmod(0o666)
+    second = Load(path)
+    assert second.has_packed
+    assert "writable by other users" in second.packed.notes[0]
+    assert not second.file.stat().st_mode & 0o002
+    assert not Load(path).has_packed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_of_another_user_is_packed_again(path: Path) -> None:
+    os.chown(Load(path).file, 65534, -1)
+    second = Load(path)
+    assert second.has_packed
+    assert second.file.stat().st_uid == 0
+
+
 def signed(text: bytes) -> bytes:
     """A header page with the right checksum."""
     return text + hashlib.sha256(text).hexdigest()[:16].encode() + b"\n"
@@ -346,6 +363,10 @@ def test_workers_that_start_together_all_get_the_weights(path: Path) -> None:
         assert_right(load)
         assert load.file.exists()
     assert packed_files(path.parent) == [loads[0].file.name]
+    # All map the file that is there; none kept one that was replaced.
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {line.split()[4] for line in maps if f"{path.name}.llmrt-" in line}
+    assert mapped == {str(loads[0].file.stat().st_ino)}
 
 
 def test_an_interrupted_start_leaves_no_file(path: Path) -> None:

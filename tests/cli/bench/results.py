@@ -19,7 +19,14 @@ SUBJECT: dict[str, Any] = {
     "numerics_id": "cpu-avx2",
     "threads": 2,
     "speculative": "off",
-    "speculative_tokens": 4,
+    "speculative_tokens": 0,
+    "cpu_family": "auto",
+    "placement": "auto",
+    "max_running": 32,
+    "step_tokens": 512,
+    "kv_tokens": 4096,
+    "stream_interval_ms": 0,
+    "has_prefix_cache": True,
     "machine": {"cpu": "EPYC", "cores": 2, "features": "avx2", "memory_gib": 24},
 }
 

@@ -63,7 +63,11 @@ def bench(
         (("--model", "/", "--goodput", "ttft:0"), 78, "--goodput has ttft:0"),
         (("--model", "/", "--output", "/no/such/a.json"), 78, "/no/such is no folder"),
         (("--model", "/", "--png", "a.jpg"), 78, "ends in .png"),
-        (("--broker", NOBODY, "--kv-tokens", "64"), 78, "--kv-tokens is a setting of the workers"),
+        (
+            ("--broker", NOBODY, "--max-context", "64"),
+            78,
+            "--max-context is a setting of the workers",
+        ),
         (("--broker", NOBODY), 75, NOBODY),
         (("compare", "a.json", "b.json"), 2, "cannot read a.json"),
     ],

@@ -1,5 +1,6 @@
 """Which points are measured, and which wishes are refused."""
 
+import math
 from typing import Any
 
 import pytest
@@ -39,8 +40,12 @@ def test_a_rate_makes_the_loop_an_open_one() -> None:
         ({"metric": "speed"}, "--metric is 'speed': one of ttft, decode, throughput, all"),
         ({"metric": "decode", "concurrency": (4,)}, "decode is about one stream"),
         ({"request_rates": (1.0,), "concurrency": (4,)}, "open loop, --concurrency a closed one"),
-        ({"request_rates": (0.0,)}, "--request-rate and --burstiness must be above 0"),
-        ({"burstiness": -1.0}, "--burstiness must be above 0"),
+        ({"request_rates": (0.0,)}, "--request-rate is 0: a finite number above 0"),
+        ({"request_rates": (1.0, math.nan)}, "--request-rate is nan: a finite number"),
+        ({"request_rates": (math.inf,)}, "--request-rate is inf: a finite number"),
+        ({"burstiness": -1.0}, "--burstiness is -1: a finite number above 0"),
+        ({"burstiness": math.nan}, "--burstiness is nan: a finite number above 0"),
+        ({"goodput": {"ttft": math.nan}}, "--goodput has ttft:nan: a limit in ms"),
         ({"concurrency": (1, 0)}, "--concurrency is 0"),
         ({"input_lengths": (128, -1)}, "--input-lengths is -1"),
         ({"prompt_tokens": 0}, "--prompt-tokens is 0"),

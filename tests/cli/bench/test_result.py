@@ -77,6 +77,16 @@ def test_more_than_the_memory_allows_is_flagged() -> None:
     ]
 
 
+def test_drafts_have_no_bound() -> None:
+    """A step then gives a stream as many tokens as were accepted."""
+    (result,) = make_results(DECODE, speculative="ngram")
+    (point,) = make_points(DECODE)
+    add_roofline(result, point, MODEL, 0.64e9, cache_bytes=0)
+    assert result["roofline"] is None
+    assert "drafts" in result["roofline_note"]
+    assert warnings_of(result) == []
+
+
 def test_memory_is_no_bound_for_what_fits_the_cache() -> None:
     (result,) = make_results(DECODE)
     (point,) = make_points(DECODE)
@@ -126,6 +136,18 @@ def test_what_is_no_report_is_refused(tmp_path: Path, text: str, message: str) -
     path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(InvalidRequest, match=message):
+        read_results(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("repeats", ["fast"]), ("repeats", 20.0), ("decode_tokens_per_s", "20"), ("input_len", [32])],
+)
+def test_a_figure_of_another_kind_is_refused(tmp_path: Path, name: str, value: object) -> None:
+    (result,) = make_results(DECODE)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(make_report([result | {name: value}], {}, [])))
+    with pytest.raises(InvalidRequest, match="lack a condition or their headline"):
         read_results(path)
 
 

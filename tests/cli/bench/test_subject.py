@@ -83,6 +83,13 @@ def test_what_was_not_declared_is_unknown() -> None:
         "threads": 4,
         "speculative": "unknown",
         "speculative_tokens": "unknown",
+        "cpu_family": "unknown",
+        "placement": "unknown",
+        "max_running": "unknown",
+        "step_tokens": "unknown",
+        "kv_tokens": "unknown",
+        "stream_interval_ms": "unknown",
+        "has_prefix_cache": "unknown",
     }
 
 
