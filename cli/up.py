@@ -63,7 +63,6 @@ def up(
     from llmrt.actor.log import configure
     from llmrt.actor.runtime import run
     from llmrt.actor.sockets import check_all_free
-    from llmrt.engine.cpu_cores import share_of_cores
 
     # Before anything is loaded: a taken port must not cost a minute.
     free = check_all_free(settings.bind, settings.worker_bind)
@@ -71,7 +70,7 @@ def up(
     configure("up", level=settings.log_level)
     workers = [(f"{role}-{n}", role) for role in _ROLES for n in range(counts[role])]
     flags["broker"] = ends["worker_bind"]
-    flags["threads"] = worker.threads or share_of_cores(len(workers))
+    flags["local_workers"] = len(workers)
     # Requests that come while the workers load wait for them; if none can start, all of this ends.
     window_s = settings.startup_window_s or LOADING_S
     children = [

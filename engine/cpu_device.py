@@ -25,6 +25,7 @@ from llmrt.engine.batch import (
     StepResult,
     draw_behind,
 )
+from llmrt.engine.core_share import CoreShare
 from llmrt.engine.cpu_cores import num_cores
 from llmrt.engine.cpu_program import CpuProgram
 from llmrt.engine.device_parts import (
@@ -73,10 +74,12 @@ class CpuDevice:
         *,
         family: str | None = None,
         threads: int | None = None,
+        share: CoreShare | None = None,
     ) -> None:
         """An engine for `program`, which may be that of other devices, too.
 
-        `family` None is the fastest that this CPU has, `threads` None all physical cores.
+        `family` None is the fastest that this CPU has, `threads` None all physical cores. With a
+        `share` a step runs on as many of them as others leave.
 
         Raises `ConfigError` for a family or number of threads that cannot be used, and
         `LibraryMissing`.
@@ -105,6 +108,7 @@ class CpuDevice:
         self._logits: Logits = np.empty((0, self._vocab_size), np.float32)
         self._best = np.empty(0, np.int32)
         self._computed_s = 0.0
+        self._share = share
 
     def add_arena(self, arena: ArenaId, buffer: memoryview) -> None:
         """Use `buffer`, which must be writable, in place until `remove_arena`.
@@ -195,9 +199,13 @@ class CpuDevice:
         self._reserve_logits(num_logits)
         self._batch.num_rows = len(rows)
         self._batch.tokens = b"".join([row.token_ids for row in rows])
+        if self._share is not None:
+            self._batch.num_threads = self._share.begin()
         called = perf_counter()
         status = self._library.llmrt_step(self._engine, byref(self._batch), byref(self._bad))
         self._computed_s = perf_counter() - called
+        if self._share is not None:
+            self._share.end()
         if status:
             raise self._fault(rows, status)
         return num_logits

@@ -26,13 +26,15 @@ DEATH_NOTICE_S = 0.001
 class Layout:
     """How many workers of which role, and how blocks travel between them.
 
-    With `num_drafts` requests want texts that repeat themselves, some with penalties or a stop.
+    `placement` is that of the workers; remote hands over every prompt. With `num_drafts` requests
+    want texts that repeat themselves, some with penalties or a stop.
     """
 
     num_both: int = 0
     num_prefill: int = 0
     num_decode: int = 0
     transfer: str = "auto"
+    placement: str = "remote"
     num_blocks: int = 48
     max_context: int = 512
     stream_interval_s: float = 0.0
@@ -84,6 +86,7 @@ class Cluster:
             name,
             role,
             transfer=self.layout.transfer,
+            placement=self.layout.placement,
             num_blocks=self.layout.num_blocks,
             stream_interval_s=self.layout.stream_interval_s,
             num_drafts=self.layout.num_drafts,

@@ -156,6 +156,7 @@ class SimWorker(Process):
         role: str,
         *,
         transfer: str,
+        placement: str,
         num_blocks: int,
         stream_interval_s: float,
         num_drafts: int,
@@ -188,6 +189,7 @@ class SimWorker(Process):
             arena_socket=self.arena.name,
             broker="sim",
             transfer=transfer,
+            placement=placement,
             stream_interval_s=stream_interval_s,
         )
         core = WorkerCore(settings, self.scheduler, SimVocabulary())

@@ -42,7 +42,7 @@ PEERS = "peers"  # Peers
 # worker -> worker
 PEER_HELLO = "peer_hello"  # PeerHello
 OFFER = "offer"  # Offer, raw token ids, raw block numbers
-OFFER_HELD = "offer_held"  # GrantRef; at once, and every beat while it is held
+OFFER_HELD = "offer_held"  # OfferHeld; at once, and every beat while it is held
 WITHDRAW = "withdraw"  # GrantRef
 STOPPED = "stopped"  # Stopped
 COMMIT = "commit"  # Commit
@@ -127,7 +127,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
     `timings_ms` has every stage in milliseconds of the process that measured it. Text that a stop
     string held back comes before it, in the last step row. Its last worker drafted `num_drafted`
-    tokens, of which `num_accepted` were what was drawn, some perhaps behind the end.
+    tokens, of which `num_accepted` were what was drawn, some perhaps behind the end. `placement`
+    says why the prompt was computed where it was; `placement_ms` has the delays that were weighed,
+    `here` by the owner and `there` by the prefill worker.
     """
 
     finish_reason: str
@@ -139,6 +141,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | int | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    placement: str = ""
+    placement_ms: dict[str, float] = {}
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -332,6 +336,13 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class GrantRef(msgspec.Struct, frozen=True, kw_only=True):
     grant_id: int
+
+
+class OfferHeld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """P has the offer. `num_foreign_tokens` of other owners' prompts wait for P beside it."""
+
+    grant_id: int
+    num_foreign_tokens: int = 0
 
 
 class Stopped(msgspec.Struct, frozen=True, kw_only=True):

@@ -105,6 +105,8 @@ class Answers:
             stop=end.stop,
             num_drafted=sequence.num_drafted,
             num_accepted=sequence.num_accepted,
+            placement=request.placement.reason if request.placement else "",
+            placement_ms=request.placement_ms(),
         )
         stages_ms = {f"{s}_ms": round(ms, 3) for s, ms in finished.timings_ms.items()}
         self._log(request, "finished", finish_reason=end.reason, **stages_ms)
@@ -203,6 +205,8 @@ class Answers:
             "cached_tokens": min(sequence.num_cached, sequence.num_prompt) if sequence else 0,
             "output_tokens": request.num_emitted,
             "prefill_worker": request.prefill_worker,
+            "placement": request.placement.reason if request.placement else "",
+            "placement_ms": request.placement_ms(),
             "num_preemptions": sequence.num_preemptions if sequence else 0,
             "num_drafted": sequence.num_drafted if sequence else 0,
             "num_accepted": sequence.num_accepted if sequence else 0,

@@ -12,6 +12,7 @@ from llmrt.wire.envelope import NO_BUDGET, NO_REQUEST, Header, encode_body, enco
 from llmrt.wire.ids import NO_ATTEMPT, Attempt, RequestId, WorkerName
 from llmrt.wire.kv import KvContract
 from llmrt.wire.messages import ProcessName
+from llmrt.workers.costs import Costs
 from llmrt.workers.effects import Effect, Log, SendBroker, SendPeer
 
 
@@ -64,6 +65,7 @@ class WorkerContext:
         self.ledger = scheduler.ledger
         self.vocabulary = vocabulary
         self.counters: Counter[str] = Counter()
+        self.costs = Costs()
         self.effects: list[Effect] = []
         self.now = 0.0
         self._last_sequence_id = 0

@@ -219,6 +219,7 @@ class WorkerCore:
             return
         assert scheduler.step is not None
         self._clock.returned(event.returned_at, event.result.computed_s)
+        self._context.costs.step_took(scheduler.step.rows, event.result.computed_s)
         sequence_ids = [row.sequence_id for row in scheduler.step.rows]
         drawn = scheduler.complete(event.result)
         self._offered.step_done(sequence_ids)
@@ -236,6 +237,7 @@ class WorkerCore:
         self._owned.grants.peer_died(name)
         self._offered.owner_lost(name)
         self._links.forget(name)
+        self._context.costs.forget(name)
 
     # -- messages of the broker --------------------------------------------------------------
 
@@ -328,7 +330,7 @@ class WorkerCore:
             m.LEASE_CONFIRM: with_body(m.LeaseRef, offered.lease_confirm),
             m.LEASE_RENEW: with_body(m.LeaseRef, lambda s, h, b: offered.lease_renew(s, b)),
             m.LEASE_RELEASE: with_body(m.LeaseRef, lambda s, h, b: offered.lease_release(s, b)),
-            m.OFFER_HELD: with_body(m.GrantRef, lambda s, h, b: grants.held(s, b.grant_id)),
+            m.OFFER_HELD: with_body(m.OfferHeld, lambda s, h, b: grants.held(s, b)),
             m.STOPPED: with_body(
                 m.Stopped, lambda s, h, b: grants.stopped(s, b.grant_id, b.reason)
             ),

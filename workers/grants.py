@@ -82,9 +82,10 @@ class OutgoingGrants:
 
     # -- answers of P ------------------------------------------------------------------------
 
-    def held(self, sender: WorkerName, grant_id: int) -> None:
+    def held(self, sender: WorkerName, held: m.OfferHeld) -> None:
         """P has the offer, and lives."""
-        opened = self._find(sender, grant_id)
+        self._context.costs.reported(sender, held.num_foreign_tokens, self._context.now)
+        opened = self._find(sender, held.grant_id)
         if opened is not None:
             opened.is_held = True
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from llmrt.engine.batch import LOCAL_ARENA, Device
+from llmrt.engine.core_share import CoreShare
+from llmrt.engine.cpu_cores import num_cores, share_of_cores
 from llmrt.engine.cpu_device import CpuDevice, choose_family
 from llmrt.engine.cpu_program import check_kv_dtype, load_program
 from llmrt.engine.cpu_weights import check_model
@@ -177,7 +179,10 @@ def _cpu_device(
         max_context=max_context,
         progress=progress,
     )
-    device = CpuDevice(program, family=family.name, threads=settings.threads)
+    share = None
+    if settings.threads is None and settings.runtime_dir is not None:
+        share = CoreShare(settings.runtime_dir, num_cores())
+    device = CpuDevice(program, family=family.name, threads=settings.threads, share=share)
     warm_up(device)
     return _Ready(device, packed.weights_hash, packed.notes)
 
@@ -211,7 +216,7 @@ def _torch_device(
             dtype=settings.dtype,
             kv_dtype=settings.kv_cache_dtype,
             max_context=max_context,
-            threads=settings.threads,
+            threads=settings.threads or share_of_cores(settings.local_workers),
             progress=progress,
         )
         warm_up(device)

@@ -299,8 +299,17 @@ class OfferedPrefills:
 
     def _say_held(self, offered: OfferedPrefill) -> None:
         """A sign of life for one offer: without it the owner takes its prompt elsewhere."""
-        ref = m.GrantRef(grant_id=offered.grant_id)
-        self._context.send_peer(offered.owner, m.OFFER_HELD, ref, request_id=offered.request_id)
+        held = m.OfferHeld(
+            grant_id=offered.grant_id, num_foreign_tokens=self._num_foreign_tokens(offered.owner)
+        )
+        self._context.send_peer(offered.owner, m.OFFER_HELD, held, request_id=offered.request_id)
+
+    def _num_foreign_tokens(self, owner: WorkerName) -> int:
+        return sum(
+            offered.sequence.num_pending
+            for offered in self._offers.values()
+            if offered.owner != owner and offered.commit is None
+        )
 
     def _announce(self, offered: OfferedPrefill) -> None:
         """Tell the owner which blocks it may read now."""

@@ -8,6 +8,7 @@ from llmrt.engine.sequence import Sequence
 from llmrt.wire import messages as m
 from llmrt.wire.ids import Attempt, RequestId, WorkerName
 from llmrt.wire.steps import StepRow
+from llmrt.workers.placement import Placement
 
 
 @dataclass(slots=True, eq=False)
@@ -34,11 +35,19 @@ class OwnedRequest:
     first_token_at: float | None = None
     prefill_stages_ms: dict[str, float] = field(default_factory=dict)
     prefill_worker: str = ""
+    placement: Placement | None = None
     excluded: set[WorkerName] = field(default_factory=set)
     sent_at: float | None = None
     held_row: StepRow | None = None
     add_special: bool = True
     admitted_unix_s: float = 0.0
+
+    def placement_ms(self) -> dict[str, float]:
+        """The delays that were weighed for its prompt, in milliseconds; empty if none were."""
+        if self.placement is None or self.placement.here_s is None:
+            return {}
+        assert self.placement.there_s is not None
+        return {"here": self.placement.here_s * 1000, "there": self.placement.there_s * 1000}
 
     def timings_ms(self, now: float) -> dict[str, float]:
         """Stages of the request in milliseconds; they sum to `total`."""

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ async def serve(settings: WorkerSettings, *, on_ready: Callable[[], None] = lamb
         WorkerId(settings.worker_id or default_worker_id(settings.role)), time.time_ns()
     )
     runtime_dir = settings.runtime_dir or default_runtime_dir()
+    settings = replace(settings, runtime_dir=runtime_dir)
     link_file = runtime_dir / f"{name.worker_id}.{os.getpid()}.link"
     arena_file = link_file.with_suffix(".arena")
     make_private(runtime_dir)
@@ -236,7 +238,7 @@ def _check(settings: WorkerSettings) -> None:
         value = getattr(settings, name)
         if value not in allowed:
             raise ConfigError(f"{name} is {value!r}: one of {', '.join(allowed)} is needed")
-    for name in ("max_running", "max_waiting", "step_tokens", "threads"):
+    for name in ("max_running", "max_waiting", "step_tokens", "threads", "local_workers"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: at least 1 is needed")

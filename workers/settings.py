@@ -13,10 +13,12 @@ class WorkerSettings:
     `link` is where other workers reach this one; None takes a socket in `runtime_dir`.
     `device` is cpu (the compiled step), torch, or auto for the first that can run the model.
     `kv_tokens` sizes the arena; None takes 4 times the context, at most a quarter of memory.
-    `step_tokens` is the token budget of a step and so the prefill chunk. `transfer` is auto, shm
-    (in place, same host) or tcp. `placement` is auto, or local to prefill never elsewhere, or
-    remote to prefill elsewhere whenever a prefill worker is alive. Tokens of a request that come
-    within `stream_interval_ms` leave together, except the first; 0 sends each at once.
+    `step_tokens` is the token budget of a step and so the prefill chunk. Without `threads`, workers
+    of one `runtime_dir` share the cores step by step; torch divides them by `local_workers`.
+    `transfer` is auto, shm (in place, same host) or tcp. `placement` is auto, or local to prefill
+    never elsewhere, or remote to prefill elsewhere whenever a prefill worker is alive. Tokens of a
+    request that come within `stream_interval_ms` leave together, except the first; 0 sends each at
+    once.
     `speculative` ngram tries up to `speculative_tokens` guesses in a decode of a text that repeats
     itself.
     """
@@ -37,6 +39,7 @@ class WorkerSettings:
     max_waiting: int = 1024
     step_tokens: int = 512
     threads: int | None = None
+    local_workers: int = 1
     transfer: str = "auto"
     placement: str = "auto"
     stream_interval_ms: int = 0

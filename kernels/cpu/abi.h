@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define LLMRT_ABI 1
+#define LLMRT_ABI 2
 #define LLMRT_API __attribute__((visibility("default")))
 
 enum {
@@ -135,6 +135,7 @@ typedef struct {
     float *logits;          /* [sum of num_logits, vocab_size] */
     int32_t *best; /* [sum of num_logits]: id of the highest logit, the lowest id among equals;
                       -1 if a logit is not finite */
+    int64_t num_threads; /* that compute it: no more than the engine has, 0 for all of them */
 } llmrt_batch;
 
 /* Errors of llmrt_step; nothing is written. `*bad` is the row (first six) or what is said. */
@@ -155,7 +156,7 @@ LLMRT_API int llmrt_abi(void);
 LLMRT_API const char *llmrt_family_name(int family); /* NULL after the last */
 LLMRT_API int llmrt_family_supported(int family);
 
-/* An engine runs the steps of one program on `num_threads` threads, the caller's among them.
+/* An engine runs the steps of one program on up to `num_threads` threads, the caller's among them.
  * The program and all that it points to must outlive it. NULL: out of memory or no threads. */
 LLMRT_API llmrt_engine *llmrt_engine_new(const llmrt_program *program, int family,
                                          int num_threads);

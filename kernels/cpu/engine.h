@@ -61,15 +61,16 @@ struct llmrt_engine {
     const llmrt_program *program;
     const struct llmrt_family *family;
     llmrt_pool *pool;
-    int num_threads;
+    int max_threads;
+    int num_threads;       /* that compute the step */
 
     /* set up for the largest step so far */
     int64_t token_capacity;
     float **buffers;       /* [num_buffers], each [M][width] */
     float **angles;        /* [num_ropes], each [M][rotary_dim]: all cos, then all sin */
     prepared shared;
-    prepared *own;         /* [num_threads], for PRIVATE_TOKENS */
-    float **scratch;       /* [num_threads] */
+    prepared *own;         /* [max_threads], for PRIVATE_TOKENS */
+    float **scratch;       /* [max_threads] */
     int64_t *positions;    /* [M] */
     int64_t *wanted;       /* [logits]: tokens whose logits are wanted */
     void *arrays;          /* of the above */

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-ABI = 1
+ABI = 2
 GROUP = 32
 STRIP = 16
 ALIGNMENT = 64
@@ -164,6 +164,7 @@ class Batch(ctypes.Structure):
         ("tokens", c_char_p),
         ("logits", c_void_p),
         ("best", c_void_p),
+        ("num_threads", c_int64),
     )
 
 

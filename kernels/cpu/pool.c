@@ -3,11 +3,13 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <unistd.h>
 
 /* Between steps a few hundred microseconds pass; a sleeping thread takes some 50 us to come. */
 enum { SPINS_BEFORE_SLEEP = 20000, SPINS_BEFORE_YIELD = 2000 };
+enum { MAX_THREADS = (1 << 16) - 1 };
 
 struct llmrt_pool {
     int num_threads;
@@ -18,7 +20,10 @@ struct llmrt_pool {
     pthread_mutex_t mutex;
     pthread_cond_t wake;
     int is_closing;
-    _Alignas(64) atomic_uint round; /* of llmrt_pool_run */
+    int num_running; /* threads of the current round */
+    /* Number of the round, and in its lowest bits how many threads run it: read in one piece, since
+     * a thread that is not among them may come when the next round has begun. */
+    _Alignas(64) _Atomic uint64_t round;
     _Alignas(64) atomic_int arrived;
     _Alignas(64) atomic_uint phase; /* of the barrier */
 };
@@ -37,9 +42,10 @@ static inline void relax(void) {
 }
 
 void llmrt_pool_barrier(llmrt_pool *pool) {
-    if (pool->num_threads == 1) return;
+    int num_running = pool->num_running; /* before it is known that this thread has come */
+    if (num_running == 1) return;
     unsigned phase = atomic_load_explicit(&pool->phase, memory_order_acquire);
-    if (atomic_fetch_add(&pool->arrived, 1) == pool->num_threads - 1) {
+    if (atomic_fetch_add(&pool->arrived, 1) == num_running - 1) {
         atomic_store(&pool->arrived, 0);
         atomic_fetch_add(&pool->phase, 1);
         return;
@@ -52,23 +58,32 @@ void llmrt_pool_barrier(llmrt_pool *pool) {
     }
 }
 
-/* The next round after `seen`; sleeps if it does not come soon. */
-static unsigned await_round(llmrt_pool *pool, unsigned seen) {
-    unsigned round;
+static int takes_part(uint64_t round, int thread) {
+    return thread < (int)(round & MAX_THREADS);
+}
+
+/* The next round after `seen` that `thread` takes part in; sleeps if it does not come soon. */
+static uint64_t await_round(llmrt_pool *pool, uint64_t seen, int thread) {
+    uint64_t round;
     for (int i = 0; i < SPINS_BEFORE_SLEEP; i++) {
         round = atomic_load_explicit(&pool->round, memory_order_acquire);
-        if (round != seen) return round;
+        if (round != seen) {
+            if (takes_part(round, thread)) return round;
+            break;
+        }
         relax();
     }
     pthread_mutex_lock(&pool->mutex);
-    while ((round = atomic_load(&pool->round)) == seen) pthread_cond_wait(&pool->wake, &pool->mutex);
+    while ((round = atomic_load(&pool->round)) == seen || !takes_part(round, thread))
+        pthread_cond_wait(&pool->wake, &pool->mutex);
     pthread_mutex_unlock(&pool->mutex);
     return round;
 }
 
-static void start_round(llmrt_pool *pool) {
+static void start_round(llmrt_pool *pool, int num_threads) {
     pthread_mutex_lock(&pool->mutex);
-    atomic_fetch_add(&pool->round, 1);
+    uint64_t number = atomic_load(&pool->round) / (MAX_THREADS + 1) + 1;
+    atomic_store(&pool->round, number * (MAX_THREADS + 1) + (unsigned)num_threads);
     pthread_cond_broadcast(&pool->wake);
     pthread_mutex_unlock(&pool->mutex);
 }
@@ -76,9 +91,9 @@ static void start_round(llmrt_pool *pool) {
 static void *run_thread(void *argument) {
     start own = *(start *)argument;
     free(argument);
-    unsigned round = 0;
+    uint64_t round = 0;
     for (;;) {
-        round = await_round(own.pool, round);
+        round = await_round(own.pool, round, own.thread);
         if (own.pool->is_closing) return NULL;
         own.pool->body(own.pool->context, own.thread);
         llmrt_pool_barrier(own.pool);
@@ -86,7 +101,7 @@ static void *run_thread(void *argument) {
 }
 
 llmrt_pool *llmrt_pool_new(int num_threads) {
-    llmrt_pool *pool = num_threads < 1 ? NULL : aligned_alloc(64, sizeof *pool);
+    llmrt_pool *pool = num_threads < 1 || num_threads > MAX_THREADS ? NULL : aligned_alloc(64, sizeof *pool);
     if (!pool) return NULL;
     *pool = (llmrt_pool){.num_threads = 1, .process = getpid()};
     pthread_mutex_init(&pool->mutex, NULL);
@@ -113,7 +128,7 @@ void llmrt_pool_free(llmrt_pool *pool) {
     if (!pool) return;
     if (pool->process == getpid()) { /* else both belong to threads that are not here */
         pool->is_closing = 1;
-        start_round(pool);
+        start_round(pool, pool->num_threads);
         for (int i = 1; i < pool->num_threads; i++) pthread_join(pool->threads[i], NULL);
         pthread_cond_destroy(&pool->wake);
         pthread_mutex_destroy(&pool->mutex);
@@ -122,11 +137,12 @@ void llmrt_pool_free(llmrt_pool *pool) {
     free(pool);
 }
 
-void llmrt_pool_run(llmrt_pool *pool, void (*body)(void *, int), void *context) {
+void llmrt_pool_run(llmrt_pool *pool, int num_threads, void (*body)(void *, int), void *context) {
     if (pool->num_threads > 1 && pool->process != getpid()) pool->num_threads = 1;
+    pool->num_running = num_threads < pool->num_threads ? num_threads : pool->num_threads;
     pool->body = body;
     pool->context = context;
-    if (pool->num_threads > 1) start_round(pool);
+    if (pool->num_running > 1) start_round(pool, pool->num_running);
     body(context, 0);
     llmrt_pool_barrier(pool);
 }

@@ -71,7 +71,7 @@ static void lay_out(llmrt_engine *engine, layout *l, int64_t tokens) {
     engine->positions = carve(l, tokens * (int64_t)sizeof(int64_t));
     engine->wanted = carve(l, tokens * (int64_t)sizeof(int64_t));
     engine->shared = carve_prepared(l, tokens, columns);
-    for (int i = 0; i < engine->num_threads; i++) {
+    for (int i = 0; i < engine->max_threads; i++) {
         engine->own[i] = carve_prepared(l, PRIVATE_TOKENS, columns);
         engine->scratch[i] =
             carve(l, attention_floats(program->head_dim) * (int64_t)sizeof(float));
@@ -113,7 +113,7 @@ llmrt_engine *llmrt_engine_new(const llmrt_program *program, int family, int num
     if (!engine) return NULL;
     engine->program = program;
     engine->family = families[family];
-    engine->num_threads = num_threads;
+    engine->max_threads = num_threads;
     engine->buffers = calloc((size_t)program->num_buffers, sizeof *engine->buffers);
     engine->angles = calloc((size_t)program->num_ropes, sizeof *engine->angles);
     engine->own = calloc((size_t)num_threads, sizeof *engine->own);
@@ -320,10 +320,13 @@ int llmrt_step(llmrt_engine *engine, const llmrt_batch *batch, int64_t *bad) {
     engine->num_tokens = 0;
     for (int64_t i = 0; i < batch->num_rows; i++) engine->num_tokens += batch->rows[i].num_tokens;
     if (!engine->num_tokens) return LLMRT_OK;
+    int64_t wanted = batch->num_threads;
+    engine->num_threads =
+        wanted < 1 || wanted > engine->max_threads ? engine->max_threads : (int)wanted;
     if (!make_room(engine, engine->num_tokens) || !make_tables(engine)) return LLMRT_NO_MEMORY;
     plan(engine);
     for (int64_t i = 0; i < 2 * program->num_ops + 2; i++)
         atomic_store_explicit(&engine->work[i], 0, memory_order_relaxed);
-    llmrt_pool_run(engine->pool, run_ops, engine);
+    llmrt_pool_run(engine->pool, engine->num_threads, run_ops, engine);
     return LLMRT_OK;
 }

@@ -24,6 +24,7 @@ from tests.engine.cpu_programs import (
 from tests.engine.tiny_models import PEER_ARENA, VOCAB, Logits, forward, make_row
 
 from llmrt.engine.batch import LOCAL_ARENA, ArenaId
+from llmrt.engine.core_share import CoreShare
 from llmrt.engine.cpu_device import CpuDevice
 from llmrt.engine.cpu_program import CpuProgram
 from llmrt.kernels.cpu.library import Format
@@ -121,6 +122,20 @@ def test_threads_and_chunks_change_no_bit(exact: Exact, threads: int) -> None:
     assert kv_of(device, memory, exact.blocks) == exact.kv
     exact.check(device, (64, 65, 66, 69, 250, 255, 256, 257, 300, 500, LONG), LOCAL_ARENA)
     exact.check(device, (LONG,), LOCAL_ARENA)
+    assert kv_of(device, memory, exact.blocks) == exact.kv
+
+
+def test_threads_that_come_and_go_between_steps_change_no_bit(
+    exact: Exact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = CoreShare(tmp_path, 4)
+    counts = itertools.cycle((4, 1, 2, 3, 1, 4, 2))
+    monkeypatch.setattr(share, "begin", lambda: next(counts))
+    device = CpuDevice(exact.program, threads=4, share=share)
+    memory = poisoned(device)
+    device.add_arena(LOCAL_ARENA, memory)
+    for _ in range(3):
+        exact.check(device, (*range(5, LONG, 5), LONG), LOCAL_ARENA)
     assert kv_of(device, memory, exact.blocks) == exact.kv
 
 

@@ -13,8 +13,10 @@ from llmrt.client import Client
 from llmrt.models.gguf import read_gguf
 
 TINY_LAYERS, TINY_HIDDEN, TINY_HEADS, TINY_KV_HEADS, TINY_CONTEXT = 2, 64, 4, 2, 4096
-# Everything in float32: then company in a batch changes no token of a random model.
+# Everything in float32: then company in a batch changes no token of a random model. Whoever has a
+# prefill worker hands over every prompt.
 EXACT = ("--dtype", "f32", "--kv-cache-dtype", "f32", "--threads", "1", "--kv-tokens", "32768")
+HANDS_OVER = ("--placement", "remote")
 
 StartCluster = Callable[..., AbstractContextManager[RunningCluster]]
 
@@ -86,7 +88,7 @@ def start_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         runtime_dir.chmod(0o700)
         own = ("--runtime-dir", str(runtime_dir), "--model", str(model), "--validate")
         log_level = ("--log-level", "warning")
-        with running_cluster(*EXACT, *own, *log_level, *flags, env=env) as cluster:
+        with running_cluster(*EXACT, *HANDS_OVER, *own, *log_level, *flags, env=env) as cluster:
             yield cluster
 
     return start

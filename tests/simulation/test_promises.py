@@ -26,6 +26,7 @@ LAYOUTS = {
     "tight": TIGHT,
     "tight leases": TIGHT_LEASES,
     "held back": HELD_BACK,
+    "weighed": Layout(num_prefill=1, num_decode=2, placement="auto"),
 }
 LOSSY = Faults(drop=0.02, double=0.05, late=0.05)
 

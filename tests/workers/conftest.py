@@ -31,7 +31,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     m.HEARTBEAT: m.Heartbeat,
     m.PEER_HELLO: m.PeerHello,
     m.OFFER: m.Offer,
-    m.OFFER_HELD: m.GrantRef,
+    m.OFFER_HELD: m.OfferHeld,
     m.WITHDRAW: m.GrantRef,
     m.STOPPED: m.Stopped,
     m.COMMIT: m.Commit,
@@ -228,6 +228,7 @@ def make_worker() -> MakeWorker:
             "link": "ipc://link",
             "arena_socket": "/arena",
             "broker": "tcp://there",
+            "placement": "remote",
         }
         settings = CoreSettings(**facts | changes)
         scheduler = Scheduler(

@@ -10,10 +10,9 @@ from tests.workers.conftest import arena_of
 from llmrt.wire import messages as m
 from llmrt.wire.arrays import unpack_u32
 from llmrt.wire.envelope import decode_header
-from llmrt.wire.ids import Attempt, WorkerId, WorkerName
+from llmrt.wire.ids import Attempt
 from llmrt.workers import effects as do
 from llmrt.workers import events as ev
-from llmrt.workers.placement import PlacementCosts, choose_prefill
 
 TEN = list(range(10, 20))
 
@@ -600,12 +599,3 @@ def test_grants_leave_room_for_the_growth_of_what_runs(
     owner.step(50)
     owner.dispatch(tokens_of(60)[::-1], number=2, prefill=prefill.name, max_tokens=10)
     assert owner.sent(m.OFFER) == []
-
-
-def test_placement_offers_whenever_the_named_worker_can_take_it() -> None:
-    name = WorkerName(WorkerId("p"), 1)
-    costs = PlacementCosts(100, name, "grant")
-    assert choose_prefill("auto", costs) == name
-    assert choose_prefill("local", costs) is None
-    unlinked = PlacementCosts(100, name, None)
-    assert choose_prefill("auto", unlinked) is None
