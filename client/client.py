@@ -234,4 +234,6 @@ def _result(request_id: RequestId, events: Iterable[StreamEvent], outcome: Outco
         logprobs=tuple(logprobs) or None,
         num_drafted=outcome.num_drafted,
         num_accepted=outcome.num_accepted,
+        placement=outcome.placement,
+        placement_ms=outcome.placement_ms,
     )

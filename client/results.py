@@ -1,6 +1,6 @@
 """What callers get: the events of a stream, and the result at its end."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from llmrt.wire.errors import LlmrtError
@@ -37,7 +37,8 @@ class Result:
     `request_id` is in hex, as in logs. `finish_reason` is stop or length; `stop` is the stop
     string or token id that ended it. `timings_ms` has the time of every stage. `decode_worker`
     emitted the tokens, `prefill_worker` computed the prompt. Speculative decoding guessed
-    `num_drafted` tokens, `num_accepted` of them rightly.
+    `num_drafted` tokens, `num_accepted` of them rightly. `placement` says why the prompt was
+    computed where it was, `placement_ms` the delays that were weighed for that, if they were.
     """
 
     request_id: str
@@ -52,6 +53,8 @@ class Result:
     logprobs: tuple[TokenLogprob, ...] | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    placement: str = ""
+    placement_ms: dict[str, float] = field(default_factory=dict)
 
 
 Outcome: TypeAlias = Finished | PsReply | tuple[int, ...] | Welcome | LlmrtError

@@ -25,21 +25,31 @@ _POSITION_UNIT = 1000.0
 
 
 class PrefillSeconds:
-    """Least squares over recent steps: seconds = a tokens + b tokens * mean position."""
+    """Least squares over recent steps: seconds = a tokens + b tokens * mean position.
+
+    `slowdown` is what a step takes beside a prefill worker at work, over one alone.
+    """
 
     def __init__(self) -> None:
+        self.slowdown = 1.0
         self._xx = self._xy = self._yy = self._xt = self._yt = 0.0
 
     @property
     def is_measured(self) -> bool:
         return self._xx > 0
 
-    def took(self, chunks: Iterable[tuple[int, int]], seconds: float) -> None:
+    def took(
+        self, chunks: Iterable[tuple[int, int]], seconds: float, *, is_beside_prefill: bool = False
+    ) -> None:
         """A step computed tokens `start` to `end` of some prompts."""
         x = y = 0.0
         for start, end in chunks:
             dx, dy = _terms(start, end)
             x, y = x + dx, y + dy
+        if is_beside_prefill and self.is_measured:
+            a, b = self._coefficients()
+            self.slowdown = max(1.0, _blend(self.slowdown, seconds / (a * x + b * y)))
+            return
         self._xx = _KEPT * self._xx + x * x
         self._xy = _KEPT * self._xy + x * y
         self._yy = _KEPT * self._yy + y * y
@@ -110,6 +120,7 @@ class Costs:
 
     def step_took(self, rows: Iterable[Row], seconds: float) -> None:
         """A step of this worker returned after computing for so long."""
+        is_beside = bool(self._offered)
         chunks, num_decodes = [], 0
         for row in rows:
             if len(row.token_ids) - row.num_drafts > 1:
@@ -117,9 +128,10 @@ class Costs:
             else:
                 num_decodes += 1
         if chunks:
-            self.prefill.took(chunks, max(0.0, seconds - self.decode.of(num_decodes)))
+            decode_s = self.decode.of(num_decodes) * (self.decode.slowdown if is_beside else 1.0)
+            self.prefill.took(chunks, max(0.0, seconds - decode_s), is_beside_prefill=is_beside)
         elif num_decodes:
-            self.decode.took(num_decodes, seconds, is_beside_prefill=bool(self._offered))
+            self.decode.took(num_decodes, seconds, is_beside_prefill=is_beside)
 
     def offered(
         self, peer: WorkerName, sequence_id: SequenceId, seconds: float, now: float
@@ -167,6 +179,11 @@ class Costs:
         known = self._peer(peer)
         foreign = known.num_foreign_tokens if now - known.reported_at <= _REPORT_VALID_S else 0
         return max(0.0, known.free_at - now) + self.prefill.of(0, foreign) * self.factor(peer, now)
+
+    @property
+    def num_offered(self) -> int:
+        """Prompts of ours that prefill workers have."""
+        return len(self._offered)
 
     def handover_s(self, peer: WorkerName) -> float:
         return self._peer(peer).handover_s

@@ -12,7 +12,6 @@ exactly one FINISHED or FAILED.
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from llmrt.engine.batch import Drawn, SequenceId
@@ -29,7 +28,6 @@ from llmrt.wire.errors import (
     RequestCancelled,
 )
 from llmrt.wire.ids import Attempt, RequestId, WorkerId, WorkerName
-from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.wire.sampling import SamplingParams, check_sampling
 from llmrt.workers.admission import check_token_ids, max_length
 from llmrt.workers.answers import Answers, End, Tokens
@@ -38,10 +36,10 @@ from llmrt.workers.effects import Tokenize
 from llmrt.workers.extras import encode_extras
 from llmrt.workers.grants import OutgoingGrants
 from llmrt.workers.handover import Arrival
-from llmrt.workers.links import GRANT, PeerLinks
-from llmrt.workers.placement import Placement, PlacementCosts, choose_prefill
+from llmrt.workers.links import PeerLinks
 from llmrt.workers.request import OwnedRequest
 from llmrt.workers.tombstones import Tombstones
+from llmrt.workers.weighing import Weighing
 
 
 class OwnedRequests:
@@ -51,6 +49,7 @@ class OwnedRequests:
         self._context = context
         self._links = links
         self.grants = OutgoingGrants(context, links, self)
+        self._weighing = Weighing(context, links)
         self._requests: dict[RequestId, OwnedRequest] = {}
         self._by_sequence: dict[SequenceId, OwnedRequest] = {}
         self._deadlines: list[tuple[float, RequestId, Attempt]] = []
@@ -134,7 +133,7 @@ class OwnedRequests:
             if not scheduler.has_slot():
                 return
             request = self._by_sequence[sequence.sequence_id]
-            request.placement = self._choose(request, sequence)
+            request.placement = self._weighing.choose(request, sequence)
             peer = request.placement.worker
             if peer is None:
                 sequence.is_placed = True
@@ -145,8 +144,7 @@ class OwnedRequests:
                 return
             self._start(request)
             request.prefill_worker = peer.worker_id
-            seconds = self._there_s(peer, sequence)
-            self._context.costs.offered(peer, sequence.sequence_id, seconds, self._context.now)
+            self._weighing.offered(peer, sequence)
 
     def step_started(self, sequence_ids: Iterable[SequenceId]) -> None:
         for sequence_id in sequence_ids:
@@ -192,7 +190,7 @@ class OwnedRequests:
         self._answers.release(request)
         request.sent_at = None
         commit, now = arrival.commit, self._context.now
-        self._learn(request, arrival)
+        self._weighing.arrived(request, arrival)
         if request.first_token_at is None:
             request.first_token_at = now
             # What P says of itself is bounded by what was measured here: the stages must sum.
@@ -214,7 +212,7 @@ class OwnedRequests:
     def prompt_failed(self, sequence: Sequence, reason: str) -> None:
         """The prompt was not computed there: it waits again, and that worker is not asked again."""
         request = self._by_sequence[sequence.sequence_id]
-        self._context.costs.settled(sequence.sequence_id, self._context.now)
+        self._weighing.gone(sequence)
         if request.named_prefill is not None:
             request.excluded.add(request.named_prefill)
         self._context.counters["prefills_moved"] += 1
@@ -384,62 +382,6 @@ class OwnedRequests:
         else:
             context.scheduler.add(sequence)
 
-    def _choose(self, request: OwnedRequest, sequence: Sequence) -> Placement:
-        context, costs = self._context, self._context.costs
-        named = request.named_prefill
-        remote = named if named is not None and named not in request.excluded else None
-        mode = None if remote is None else self._links.mode_to(remote)
-        num_cached = self._num_cached(sequence)
-        facts = PlacementCosts(
-            num_uncached=len(sequence.token_ids) - num_cached, remote=remote, remote_mode=mode
-        )
-        if remote is not None and mode is not None and costs.prefill.is_measured:
-            facts = replace(
-                facts,
-                here_s=costs.prefill.of(num_cached, len(sequence.token_ids)),
-                there_s=self._there_s(remote, sequence),
-                queue_here_s=self._queue_here_s(),
-                queue_there_s=costs.queue_s(remote, context.now),
-                handover_s=costs.handover_s(remote),
-                num_decoding=sum(not s.is_prefilling for s in context.scheduler.running.values()),
-                slowdown=costs.decode.slowdown,
-            )
-        return choose_prefill(context.settings.placement, facts)
-
-    def _num_cached(self, sequence: Sequence) -> int:
-        """Tokens of the prompt whose KV is in our cache."""
-        hashes = self._context.scheduler.prefix_hashes(sequence)
-        return self._context.ledger.lookup(hashes) * BLOCK_TOKENS
-
-    def _there_s(self, peer: WorkerName, sequence: Sequence) -> float:
-        """Seconds of the prompt at a prefill worker, which reads our cache in place only."""
-        costs = self._context.costs
-        start = self._num_cached(sequence) if self._links.mode_to(peer) == GRANT else 0
-        seconds = costs.prefill.of(start, len(sequence.token_ids))
-        return seconds * costs.factor(peer, self._context.now)
-
-    def _queue_here_s(self) -> float:
-        """Seconds of the prompts that are to be computed here before another one."""
-        scheduler, prefill = self._context.scheduler, self._context.costs.prefill
-        running = (s for s in scheduler.running.values() if s.is_prefilling)
-        waiting = (s for s in scheduler.waiting.values() if s.is_placed)
-        return sum(prefill.of(s.num_computed, len(s.token_ids)) for s in (*running, *waiting))
-
-    def _learn(self, request: OwnedRequest, arrival: Arrival) -> None:
-        """What a prompt cost that a prefill worker computed."""
-        context, commit, sequence = self._context, arrival.commit, arrival.sequence
-        context.costs.settled(sequence.sequence_id, context.now)
-        if request.named_prefill is None:
-            return
-        busy_s = (commit.queue_ms + commit.prefill_ms) / 1000
-        context.costs.prefilled(
-            request.named_prefill,
-            context.costs.prefill.of(commit.num_cached, len(sequence.token_ids)),
-            commit.prefill_ms / 1000,
-            max(0.0, context.now - arrival.offered_at - busy_s),
-            context.now,
-        )
-
     # -- tokens and ends ---------------------------------------------------------------------
 
     def _start(self, request: OwnedRequest) -> None:
@@ -471,7 +413,7 @@ class OwnedRequests:
         sequence = request.sequence
         if sequence is not None:
             del self._by_sequence[sequence.sequence_id]
-            self._context.costs.settled(sequence.sequence_id, self._context.now)
+            self._weighing.gone(sequence)
             self.grants.withdraw(sequence)
             if not sequence.is_removed:
                 self._context.scheduler.remove(sequence)

@@ -159,6 +159,8 @@ def finished_frames(request_id: bytes, num_tokens: int) -> list[bytes]:
         prefill_worker="prefill-0",
         num_drafted=4,
         num_accepted=2,
+        placement="faster there",
+        placement_ms={"here": 2.0, "there": 1.0},
     )
     return [encode_header(messages.FINISHED, request_id, seq=num_tokens), encode_body(finished)]
 

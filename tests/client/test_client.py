@@ -59,6 +59,8 @@ def test_generate_returns_text_ids_and_workers(make_broker: MakeBroker) -> None:
         assert (result.finish_reason, result.request_id) == ("length", "ab" * 16)
         assert (result.decode_worker, result.prefill_worker) == ("decode-0", "prefill-0")
         assert (result.num_drafted, result.num_accepted) == (4, 2)
+        assert result.placement == "faster there"
+        assert result.placement_ms == {"here": 2.0, "there": 1.0}
         assert result.usage.completion_tokens == 4
         assert result.logprobs is None
 

@@ -49,6 +49,15 @@ def test_decodes_in_a_prefill_step_are_not_the_prompts_cost() -> None:
     assert costs.prefill.of(0, 100) == pytest.approx(0.1)
 
 
+def test_a_prompt_beside_a_prefill_worker_tells_how_much_that_slows() -> None:
+    costs = measured()
+    costs.offered(P, SequenceId(1), 0.5, now=10.0)
+    for _ in range(100):
+        costs.step_took([row(0, 256)], 3 * quadratic(0, 256))
+    assert costs.prefill.slowdown == pytest.approx(3, rel=1e-3)
+    assert costs.prefill.of(0, 4096) == pytest.approx(quadratic(0, 4096))
+
+
 def test_a_decode_with_drafts_is_a_decode() -> None:
     costs = Costs()
     costs.step_took([row(40, 4, num_drafts=3)], 0.01)

@@ -54,10 +54,32 @@ def test_streams_that_decode_here_would_all_wait() -> None:
 
 def test_a_prefill_beside_them_slows_streams_too() -> None:
     # Half speed for two streams costs as much again as the prompt itself.
-    slowed = costs(num_decoding=2, there_s=0.15, slowdown=2.0)
+    slowed = costs(num_decoding=2, there_s=0.15, decode_slowdown=2.0)
     assert choose_prefill("auto", slowed).there_s == pytest.approx(0.302)
     assert choose_prefill("auto", slowed).worker is None
-    assert choose_prefill("auto", costs(num_decoding=2, there_s=0.14, slowdown=2.0)).worker == P
+    faster = costs(num_decoding=2, there_s=0.14, decode_slowdown=2.0)
+    assert choose_prefill("auto", faster).worker == P
+
+
+def test_two_prompts_at_once_gain_nothing_on_one_box() -> None:
+    queued = {"num_here": 1, "queue_here_s": 0.1}
+    apart = choose_prefill("auto", costs(**queued))
+    assert apart.worker == P
+    assert apart.here_s == pytest.approx(0.2)
+    # Both take twice as long, and the one that is under way here is held up by the other.
+    shared = choose_prefill("auto", costs(**queued, prefill_slowdown=2.0))
+    assert shared.worker is None
+    assert shared.there_s == pytest.approx(0.302)
+
+
+def test_a_prompt_here_holds_up_those_of_the_prefill_worker_on_one_box() -> None:
+    queued = {"num_there": 2, "queue_there_s": 0.2}
+    apart = choose_prefill("auto", costs(**queued))
+    assert apart.worker is None
+    assert apart.here_s == pytest.approx(0.1)
+    shared = choose_prefill("auto", costs(**queued, prefill_slowdown=2.0))
+    assert shared.worker == P
+    assert shared.here_s == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(
