@@ -96,6 +96,7 @@ WORKER_HELP = {
     "threads": "threads of a step (default: all cores; llmrt up shares them out)",
     "transfer": "how KV blocks pass between workers: auto, shm or tcp",
     "placement": "where prompts are computed: auto, local or remote",
+    "checksums": "compare KV blocks that are handed over: auto, off, sampled or full",
     "stream_interval_ms": "send tokens that come within so many milliseconds together",
     "speculative": "guess tokens of texts that repeat themselves: off or ngram",
     "speculative_tokens": "most guesses in a step, 1 to 16",
