@@ -18,7 +18,7 @@ from itertools import islice
 
 from llmrt.wire import messages as m
 from llmrt.wire.ids import WorkerId, WorkerName
-from llmrt.wire.kv import contract_mismatch
+from llmrt.wire.kv import contract_fault, contract_mismatch
 from llmrt.workers.context import WorkerContext
 from llmrt.workers.effects import AttachArena, ConnectPeer, DetachArena, ForgetPeer
 from llmrt.workers.events import ArenaShape
@@ -103,7 +103,8 @@ class PeerLinks:
         link.hello = hello
         self.has_news = True
         context = self._context
-        mismatch = contract_mismatch(context.settings.contract, hello.contract)
+        ours, theirs = context.settings.contract, hello.contract
+        mismatch = contract_fault(theirs) or contract_mismatch(ours, theirs)
         if mismatch is not None:
             link.refusal = f"KV contract differs: {mismatch}"
             context.log(
