@@ -3,7 +3,8 @@
 A worker is registered from its `register` until `bye`, the confirmed end of its process, or
 silence. Its routing id names a connection, its `WorkerName` a life; a name belongs to one life
 at a time. Workers of one *family* agree in everything of the contract that decides what a block
-or a token id means; only they are paired, and only they continue each other's requests.
+or a token id means; only they are paired, and only they continue each other's requests. Workers
+that serve one model name may be of several families, but agree in all that decides the text.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from llmrt.broker.placement import Candidate, decode_load, prefill_load
 from llmrt.wire.envelope import encode_body, encode_header
 from llmrt.wire.errors import RegistrationRefused
 from llmrt.wire.ids import RequestId, WorkerId, WorkerName
-from llmrt.wire.kv import KvContract, contract_mismatch
+from llmrt.wire.kv import KvContract, contract_fault, contract_mismatch, text_mismatch
 from llmrt.wire.messages import PEERS, Heartbeat, Load, Peer, Peers, Register
 
 ROLES = ("both", "prefill", "decode")
@@ -96,7 +97,8 @@ class Registry:
         """The worker that has the name which `card` asks for.
 
         Raises `RegistrationRefused` if that is another living process; a new life of the same
-        process, or the same life on a new connection, may take the name over.
+        process, or the same life on a new connection, may take the name over. Raises it, too, if
+        the contract says too little, or others serve that model with another text.
         """
         if card.role not in ROLES:
             raise RegistrationRefused(
@@ -110,6 +112,7 @@ class Registry:
                 f"name, link and contract take {size_bytes} bytes; at most {MAX_CARD_BYTES} are "
                 "allowed: shorten them"
             )
+        self._check_contract(card)
         holder = self.named(card.worker_id)
         if holder is None and len(self) >= MAX_WORKERS:
             raise RegistrationRefused(f"{MAX_WORKERS} workers are registered, the broker's limit")
@@ -219,6 +222,20 @@ class Registry:
         self._peers_frames = self._models = None
         self._decode_workers = [worker for worker in self if worker.can_decode]
         self._prefill_workers = [worker for worker in self if worker.can_prefill_for_others]
+
+    def _check_contract(self, card: Register) -> None:
+        fault = contract_fault(card.contract)
+        if fault is not None:
+            raise RegistrationRefused(f"KV contract of {card.worker_id!r}: {fault}")
+        for other in self:
+            if other.card.model != card.model or other.name.worker_id == card.worker_id:
+                continue
+            mismatch = text_mismatch(card.contract, other.card.contract)
+            if mismatch is not None:
+                raise RegistrationRefused(
+                    f"{other.name.worker_id!r} serves another model as {card.model!r}: {mismatch}; "
+                    "stop that worker first, or rename the model's file or folder"
+                )
 
     def _family_of(self, contract: KvContract) -> int:
         for family, known in enumerate(self._families):

@@ -64,6 +64,8 @@ def _worker_row(state: State, worker: Worker, now: float) -> WorkerRow:
         python_s=round(load.python_s, 6),
         num_drafted=load.num_drafted,
         num_accepted=load.num_accepted,
+        num_checksum_mismatches=load.num_checksum_mismatches,
+        num_seal_mismatches=load.num_seal_mismatches,
         refusals={
             peer: reason[:MAX_REASON_CHARS]
             for peer, reason in islice(load.refusals.items(), MAX_REFUSALS)

@@ -97,6 +97,7 @@ WORKER_HELP = {
     "local_workers": "workers on this host, among which torch divides the cores (llmrt up sets it)",
     "transfer": "how KV blocks pass between workers: auto, shm or tcp",
     "placement": "where prompts are computed: auto, local or remote",
+    "checksums": "compare KV blocks that are handed over: auto, off, sampled or full",
     "stream_interval_ms": "send tokens that come within so many milliseconds together",
     "speculative": "guess tokens of texts that repeat themselves: off or ngram",
     "speculative_tokens": "most guesses in a step, 1 to 16",

@@ -49,7 +49,9 @@ async def _ps(broker: str, *, as_json: bool, watch: bool) -> None:
 
 
 def table(reply: "PsReply") -> str:
-    """For people: a line per worker, refused link and request, and all counters but those of 0."""
+    """For people: a line per worker, refused link, worker whose KV had changed, and request,
+    and all counters but those of 0.
+    """
     workers = [
         (
             row.worker_id,
@@ -96,6 +98,14 @@ def table(reply: "PsReply") -> str:
     ]
     if refusals:
         parts.append("\n".join(refusals))
+    mismatches = [
+        f"KV of {row.worker_id} had changed, and was not used: {row.num_checksum_mismatches} times "
+        f"on its way, {row.num_seal_mismatches} times in the cache"
+        for row in reply.workers
+        if row.num_checksum_mismatches or row.num_seal_mismatches
+    ]
+    if mismatches:
+        parts.append("\n".join(mismatches))
     if requests:
         heads_of_requests = ("REQUEST", "STAGE", "DECODE", "PREFILL", "TOKENS", "AGE")
         parts.append(_columns(heads_of_requests, requests))

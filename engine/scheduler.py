@@ -334,6 +334,9 @@ class Scheduler:
             if blocks is None:
                 self.ledger.release(prefix)
                 return False
+            if not self.ledger.check_seals(prefix):
+                self.ledger.release([*prefix, *blocks])
+                return self._start(sequence)  # without the blocks that had changed
             sequence.blocks = array("I", [*prefix, *blocks])
             sequence.num_computed = len(prefix) * BLOCK_TOKENS
             sequence.num_sealed = len(prefix)
@@ -365,7 +368,8 @@ class Scheduler:
         if len(hashes) < num_full:
             start = len(hashes) * BLOCK_TOKENS
             new = sequence.token_ids[start : num_full * BLOCK_TOKENS]
-            hashes += hash_blocks(new, parent=hashes[-1] if hashes else b"")
+            parent = hashes[-1] if hashes else b""
+            hashes += hash_blocks(new, salt=sequence.salt, parent=parent)
 
     def _seal(self, sequence: Sequence) -> None:
         """Put blocks that are complete into the prefix cache."""

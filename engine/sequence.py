@@ -41,6 +41,7 @@ class Sequence:
     num_sealed: int = 0
     num_parked: int = 0
     is_placed: bool = False
+    salt: bytes = b""
     block_hashes: list[bytes] = field(default_factory=list)
     in_step: bool = False
     is_removed: bool = False

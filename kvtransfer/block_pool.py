@@ -5,7 +5,7 @@ history of blocks. `ledger.py` adds the rights of other processes, and tells the
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from llmrt.wire.ids import BlockId
 
@@ -21,9 +21,15 @@ class BlockPool:
     to be evicted, the one that was unpinned longest ago first.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, *, checksum: Callable[[BlockId], int] | None = None
+    ) -> None:
+        """With `checksum`, which reads a block's bytes, cached blocks are sealed with theirs."""
         self.num_blocks = num_blocks
         self.num_evicted = 0
+        self.num_bad_seals = 0
+        self._checksum = checksum
+        self._seals: dict[BlockId, int] = {}
         self._states = bytearray(num_blocks)
         self._num_in = [num_blocks, 0, 0, 0, 0]
         self._pins = [0] * num_blocks
@@ -96,7 +102,23 @@ class BlockPool:
         self._hash_to_block[block_hash] = block
         self._block_to_hash[block] = block_hash
         self._move(block, CACHED)
+        if self._checksum is not None:
+            self._seals[block] = self._checksum(block)
         return True
+
+    def check_seals(self, prefix: Sequence[BlockId]) -> bool:
+        """Whether blocks from `take_prefix` hold what they were sealed with.
+
+        Those that do not are held from now on, and no one finds them any more.
+        """
+        if self._checksum is None:
+            return True
+        broken = [block for block in prefix if self._checksum(block) != self._seals[block]]
+        for block in broken:
+            self._uncache(block)
+            self._move(block, HELD)
+        self.num_bad_seals += len(broken)
+        return not broken
 
     def release(self, blocks: Iterable[BlockId]) -> None:
         """A request lets its blocks go, given in the order of its sequence.
@@ -137,7 +159,7 @@ class BlockPool:
             return None
         while len(self._free) < count:
             block, _ = self._evictable.popitem(last=False)
-            del self._hash_to_block[self._block_to_hash.pop(block)]
+            self._uncache(block)
             self._move(block, FREE)
             self.num_evicted += 1
         blocks = [self._free.pop() for _ in range(count)]
@@ -147,6 +169,10 @@ class BlockPool:
         self._num_in[FREE] -= count
         self._num_in[state] += count
         return blocks
+
+    def _uncache(self, block: BlockId) -> None:
+        del self._hash_to_block[self._block_to_hash.pop(block)]
+        self._seals.pop(block, None)
 
     def _move(self, block: BlockId, state: int) -> None:
         self._num_in[self._states[block]] -= 1

@@ -4,7 +4,7 @@ States of a block, and what moves it:
 
     free         allocate -> held, grant -> granted
     held         seal -> cached, last pin gone -> free
-    cached       evicted by allocate or grant -> free, when it has no pin
+    cached       evicted by allocate or grant -> free, when it has no pin; broken seal -> held
     granted      commit -> held, stop or writer_died -> free, quarantine -> quarantined
     quarantined  stop, commit or writer_died -> free
 
@@ -24,7 +24,7 @@ and twice. They change nothing, return None or False, and are counted in `num_la
 block that nobody holds is our own bug, and an assertion.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -81,11 +81,18 @@ class LedgerCounts:
 class Ledger(BlockPool):
     """Accounts for every block of one arena: the pool of blocks, and who has which right in it.
 
-    Pure: it never touches the bytes. `generation` is that of the arena.
+    Pure: it never touches the bytes, but to seal them by `checksum`. `generation` is that of the
+    arena.
     """
 
-    def __init__(self, num_blocks: int, *, generation: int = 0) -> None:
-        super().__init__(num_blocks)
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        generation: int = 0,
+        checksum: Callable[[BlockId], int] | None = None,
+    ) -> None:
+        super().__init__(num_blocks, checksum=checksum)
         self.generation = generation
         self.num_late = 0
         self._grants: dict[GrantId, Grant] = {}
@@ -263,7 +270,8 @@ class Ledger(BlockPool):
         for grant in self._grants.values():
             state = QUARANTINED if grant.is_quarantined else GRANTED
             assert all(states[block] == state for block in grant.blocks)
-            assert all(states[block] == CACHED for block in grant.prefix)
+            # Held if its seal was found broken after it was granted.
+            assert all(states[block] in (CACHED, HELD) for block in grant.prefix)
             assert grant.grant_id in self._writer_to_grants[grant.writer]
             for block in grant.all_blocks:
                 known[block] += 1

@@ -160,6 +160,10 @@ class SimArena:
             self.violations.append(f"{writer} wrote into {state} block {block} of {self.name}")
         self.slots[block][position % BLOCK_TOKENS] = slot
 
+    def checksum(self, block: int) -> int:
+        content = repr(self.slots[block]).encode()
+        return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+
     def copy_in(self, block: int, content: list[Slot | None]) -> None:
         """What a read under a lease brings into a block that its owner granted to itself."""
         state = self.ledger.state_of(BlockId(block))

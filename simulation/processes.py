@@ -14,6 +14,7 @@ from llmrt.client import events as client_ev
 from llmrt.client.core import ClientCore
 from llmrt.client.session import decode_message
 from llmrt.engine.batch import LOCAL_ARENA, Batch, StepResult, fill
+from llmrt.engine.rights import check_rights
 from llmrt.engine.scheduler import Scheduler, SchedulerSettings
 from llmrt.kvtransfer.ledger import Ledger
 from llmrt.simulation.content import CONTRACT, VOCAB_SIZE, SimArena, SimDevice, SimVocabulary
@@ -213,7 +214,8 @@ class SimWorker(Process):
     def perform(self, effect: do.Effect) -> None:
         cluster, world = self.cluster, self.cluster.world
         match effect:
-            case do.RunStep(batch):
+            case do.RunStep(batch, rights):
+                check_rights(batch.rows, rights)
                 if self.running is None:
                     self._run_step(batch)
                 else:
@@ -241,6 +243,8 @@ class SimWorker(Process):
                 world.after(0.0, lambda: self._detach(owner))
             case do.ReadBlocks():
                 world.after(world.rng.uniform(0, 0.01), lambda: self._read(effect))
+            case do.HashBlocks():
+                world.after(world.rng.uniform(0, 0.002), lambda: self._hash(effect))
             case do.Log(event_name, _, fields):
                 world.record(self.name, event_name, sorted(fields))
             case do.Exit(code, message):
@@ -313,6 +317,12 @@ class SimWorker(Process):
             for source, target in zip(effect.source, effect.target, strict=True):
                 self.arena.copy_in(target, owner.arena.slots[source])
         self.handle(ev.BlocksRead(effect.read_id, failure))
+
+    def _hash(self, effect: do.HashBlocks) -> None:
+        owner = effect.owner
+        arena = self.arena if owner is None else self.device.arenas.get(arena_of(owner))
+        checksums = [] if arena is None else [arena.checksum(block) for block in effect.blocks]
+        self.handle(ev.BlocksHashed(effect.hash_id, array("Q", checksums)))
 
 
 @dataclass(slots=True)

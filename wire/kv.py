@@ -34,11 +34,36 @@ class KvContract(msgspec.Struct, frozen=True, kw_only=True):
         return 2 * self.num_layers * self.num_kv_heads * self.block_tokens * token
 
 
+# What decides the text: workers that serve one model name agree in these, or clients would get one
+# text or another. The others decide what the bytes of a block mean.
+TEXT_FIELDS = ("model_hash", "tokenizer_hash", "num_layers", "num_kv_heads", "head_dim", "rope")
+BLOCK_FIELDS = ("kv_dtype", "block_tokens", "layout", "sharding", "protocol")
+
+
+def contract_fault(contract: KvContract) -> str | None:
+    """The first field that says nothing, which would equal another such; None if there is none."""
+    for name in (*TEXT_FIELDS, *BLOCK_FIELDS):
+        value = getattr(contract, name)
+        if value < 1 if isinstance(value, int) else not value.strip():
+            return f"{name} is {value!r}, which says nothing"
+    return None
+
+
 def contract_mismatch(ours: KvContract, theirs: KvContract) -> str | None:
-    """The first difference that would give wrong text, with both values; None if there is none."""
-    for name in KvContract.__struct_fields__:
-        if name == "numerics_id":
-            continue
+    """The first difference that would give wrong text, with both values; None if there is none.
+
+    Two such workers exchange no blocks, and neither continues a request of the other.
+    """
+    return _difference(ours, theirs, (*TEXT_FIELDS, *BLOCK_FIELDS))
+
+
+def text_mismatch(ours: KvContract, theirs: KvContract) -> str | None:
+    """As `contract_mismatch`, of what keeps two workers from serving one model name."""
+    return _difference(ours, theirs, TEXT_FIELDS)
+
+
+def _difference(ours: KvContract, theirs: KvContract, names: tuple[str, ...]) -> str | None:
+    for name in names:
         a, b = getattr(ours, name), getattr(theirs, name)
         if a != b:
             return f"{name} is {a!r} here and {b!r} there"

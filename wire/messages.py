@@ -45,9 +45,9 @@ OFFER = "offer"  # Offer, raw token ids, raw block numbers
 OFFER_HELD = "offer_held"  # OfferHeld; at once, and every beat while it is held
 WITHDRAW = "withdraw"  # GrantRef
 STOPPED = "stopped"  # Stopped
-COMMIT = "commit"  # Commit
+COMMIT = "commit"  # Commit, raw checksums
 COMMITTED = "committed"  # GrantRef
-CHUNK = "chunk"  # Chunk, raw block numbers in the sender's arena
+CHUNK = "chunk"  # Chunk, raw block numbers in the sender's arena, raw checksums
 LEASE_RENEW = "lease_renew"  # LeaseRef
 LEASE_CONFIRM = "lease_confirm"  # LeaseRef
 LEASE_CONFIRMED = "lease_confirmed"  # LeaseState
@@ -155,8 +155,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """One worker as `ps` shows it.
 
-    `numerics_id` is that of its contract. `refusals`, and `steps_s`, `python_s`, `num_drafted` and
-    `num_accepted`, which are None if the broker does not tell, are those of its `Load`.
+    `numerics_id` is that of its contract. `refusals`, the mismatches, and `steps_s`, `python_s`,
+    `num_drafted` and `num_accepted`, which are None if the broker does not tell, are those of its
+    `Load`.
     """
 
     worker_id: str
@@ -178,6 +179,8 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     python_s: float | None = None
     num_drafted: int | None = None
     num_accepted: int | None = None
+    num_checksum_mismatches: int = 0
+    num_seal_mismatches: int = 0
     refusals: dict[str, str] = {}
 
 
@@ -230,6 +233,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What routing looks at, and `ps` shows; counters grow since the start of the worker.
 
     `kv_bytes_read` were copied out of other workers' arenas; a hand-over in place copies none.
+    `num_checksum_mismatches` counts reads and grants that did not hold what their writer had, and
+    `num_seal_mismatches` cached blocks that had changed when they were to be used again.
     `steps_s` sums the time from the return of a step to that of the next one, where the next one
     could start at once; `python_s` is what of it was not spent in the model's computation.
     `num_drafted` tokens were guessed by speculative decoding, `num_accepted` of them rightly; the
@@ -250,6 +255,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_drafted: int = 0
     num_accepted: int = 0
     kv_bytes_read: int = 0
+    num_checksum_mismatches: int = 0
+    num_seal_mismatches: int = 0
     steps_s: float = 0.0
     python_s: float = 0.0
     links: dict[str, str] = {}
@@ -320,8 +327,9 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """D asks P to prefill. Raw frames: all token ids; D's blocks for all of them.
 
     `mode` is grant (P writes into D's arena in place) or lease (P computes in its own arena).
-    The first `num_given` tokens are in D's blocks already (mode grant only). `num_prompt`
-    tells prompt from tokens generated before, for penalties.
+    The first `num_given` tokens are in D's blocks already; under a lease P computes them all the
+    same. `num_prompt` tells prompt from tokens generated before, for penalties. `checksums` is
+    off, sampled or full: what P hashes. `salt` is that of the request's block hashes.
     """
 
     grant_id: int
@@ -332,6 +340,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: SamplingParams
     seed: int
     priority: int = 0
+    checksums: str = "off"
+    salt: bytes = b""
 
 
 class GrantRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -356,7 +366,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """P's prefill is complete; the KV of all tokens of the offer is in place.
 
     `token_id` is the first sampled token, `extras` its log probabilities as in a step row.
-    Times in milliseconds by P's clock.
+    Times in milliseconds by P's clock. The raw frame holds the u64 checksums of the checked blocks
+    of a grant.
     """
 
     grant_id: int
@@ -369,7 +380,10 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks `first_block` on of the offer are complete in P's arena and may be read."""
+    """Blocks `first_block` on of the offer are complete in P's arena and may be read.
+
+    The second raw frame holds the u64 checksums of those of them that are checked.
+    """
 
     grant_id: int
     lease_id: int

@@ -21,7 +21,8 @@ class CoreSettings:
     """Facts about this worker that do not change while it lives.
 
     `max_context` bounds prompt and generated tokens of a request. `transfer` is auto, shm or
-    tcp; `placement` auto, local or remote. Tokens of a request that come within `stream_interval_s`
+    tcp; `placement` auto, local or remote; `checksums` auto (full for leases, off in place), off,
+    sampled or full. Tokens of a request that come within `stream_interval_s`
     leave together. `broker` is for texts only. Times in seconds.
     """
 
@@ -40,6 +41,7 @@ class CoreSettings:
     max_waiting: int = 1024
     transfer: str = "auto"
     placement: str = "auto"
+    checksums: str = "auto"
     beat_s: float = 1.0
     lease_s: float = 30.0
     lease_renew_s: float = 5.0
@@ -69,6 +71,7 @@ class WorkerContext:
         self.effects: list[Effect] = []
         self.now = 0.0
         self._last_sequence_id = 0
+        self._last_hash_id = 0
 
     def deadline_of(self, header: Header, waited_s: float) -> float | None:
         """When the budget of a message that has just come runs out; it waited so long unread."""
@@ -79,6 +82,10 @@ class WorkerContext:
     def new_sequence_id(self) -> int:
         self._last_sequence_id += 1
         return self._last_sequence_id
+
+    def new_hash_id(self) -> int:
+        self._last_hash_id += 1
+        return self._last_hash_id
 
     def do(self, effect: Effect) -> None:
         self.effects.append(effect)

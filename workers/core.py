@@ -58,6 +58,7 @@ class WorkerCore:
         self._next_beat = 0.0
         self._broker_epoch = 0
         self._unanswered_beats = 0
+        self._num_bad_seals = 0
         self._block_bytes = settings.contract.block_bytes
         self._from_broker = self._broker_handlers()
         self._from_peer = self._peer_handlers()
@@ -78,6 +79,10 @@ class WorkerCore:
         if context.scheduler.step is None:
             self._owned.deliver()
         self._owned.flush()
+        if context.ledger.num_bad_seals > self._num_bad_seals:
+            num_blocks = context.ledger.num_bad_seals - self._num_bad_seals
+            self._num_bad_seals += num_blocks
+            context.log("kv.seal_broken", "error", num_blocks=num_blocks)
         effects, context.effects = context.effects, []
         return effects
 
@@ -135,6 +140,9 @@ class WorkerCore:
                 self._context.log("peer.unreachable", "debug", peer=peer.worker_id)
             case ev.BlocksRead(read_id, failure):
                 self._owned.grants.blocks_read(read_id, failure)
+            case ev.BlocksHashed(hash_id, checksums):
+                if not self._offered.hashed(hash_id, checksums):
+                    self._owned.grants.blocks_hashed(hash_id, checksums)
             case ev.StopWanted():
                 self._state = "stopping"
                 self._owned.stopping()
@@ -204,7 +212,7 @@ class WorkerCore:
             sequence_ids = [row.sequence_id for row in batch.rows]
             self._owned.step_started(sequence_ids)
             self._offered.step_started(sequence_ids)
-            self._context.do(RunStep(batch))
+            self._context.do(RunStep(batch, self._offered.rights(sequence_ids)))
 
     def _step_done(self, event: ev.StepDone) -> None:
         scheduler = self._context.scheduler
@@ -334,11 +342,16 @@ class WorkerCore:
             m.STOPPED: with_body(
                 m.Stopped, lambda s, h, b: grants.stopped(s, b.grant_id, b.reason)
             ),
-            m.COMMIT: with_body(m.Commit, lambda s, h, b: grants.committed(s, b)),
+            m.COMMIT: lambda message: grants.committed(
+                message.sender,
+                decode_body(frame_at(message.frames, 0), m.Commit),
+                b"".join(message.frames[1:2]),
+            ),
             m.CHUNK: lambda message: grants.chunk(
                 message.sender,
                 decode_body(frame_at(message.frames, 0), m.Chunk),
                 frame_at(message.frames, 1),
+                b"".join(message.frames[2:3]),
             ),
             m.LEASE_CONFIRMED: with_body(
                 m.LeaseState, lambda s, h, b: grants.lease_confirmed(s, b)
@@ -395,6 +408,8 @@ class WorkerCore:
             num_drafted=scheduler.drafting.num_drafted,
             num_accepted=scheduler.drafting.num_accepted,
             kv_bytes_read=self._owned.grants.num_blocks_read * self._block_bytes,
+            num_checksum_mismatches=self._context.counters["checksum_mismatches"],
+            num_seal_mismatches=ledger.num_bad_seals,
             steps_s=self._clock.steps_s,
             python_s=self._clock.python_s,
             links=self._links.transports(),

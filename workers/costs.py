@@ -48,7 +48,8 @@ class PrefillSeconds:
             x, y = x + dx, y + dy
         if is_beside_prefill and self.is_measured:
             a, b = self._coefficients()
-            self.slowdown = max(1.0, _blend(self.slowdown, seconds / (a * x + b * y)))
+            if (alone := a * x + b * y) > 0:
+                self.slowdown = max(1.0, _blend(self.slowdown, seconds / alone))
             return
         self._xx = _KEPT * self._xx + x * x
         self._xy = _KEPT * self._xy + x * y

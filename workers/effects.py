@@ -3,7 +3,8 @@
 from array import array
 from dataclasses import dataclass, field
 
-from llmrt.engine.batch import Batch
+from llmrt.engine.batch import Batch, SequenceId
+from llmrt.engine.rights import WriteRight
 from llmrt.wire.ids import Attempt, RequestId, WorkerName
 from llmrt.wire.messages import Generate, Peer
 
@@ -12,10 +13,12 @@ from llmrt.wire.messages import Generate, Peer
 class RunStep:
     """Comes back as `StepTaken` when the device has begun, and then as `StepDone`.
 
-    While a step runs, one that `follows` it may be given; any other only when none runs.
+    While a step runs, one that `follows` it may be given; any other only when none runs. A row in
+    another worker's arena runs only if it keeps to its right in `rights`.
     """
 
     batch: Batch
+    rights: dict[SequenceId, WriteRight] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,15 @@ class ReadBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class HashBlocks:
+    """Hash `blocks` of `owner`'s arena, of ours if None; comes back as `BlocksHashed`."""
+
+    hash_id: int
+    owner: WorkerName | None
+    blocks: "array[int]"
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     event: str
     level: str = "info"
@@ -120,6 +132,7 @@ Effect = (
     | AttachArena
     | DetachArena
     | ReadBlocks
+    | HashBlocks
     | Log
     | Ready
     | Exit

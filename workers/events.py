@@ -137,6 +137,14 @@ class BlocksRead:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksHashed:
+    """The answer to `HashBlocks`: a checksum per block, or none if the arena is mapped no more."""
+
+    hash_id: int
+    checksums: "array[int]"
+
+
+@dataclass(frozen=True, slots=True)
 class StopWanted:
     """The process is to end: say goodbye to the broker."""
 
@@ -157,5 +165,6 @@ Event = (
     | MapperDied
     | PeerUnreachable
     | BlocksRead
+    | BlocksHashed
     | StopWanted
 )

@@ -4,6 +4,8 @@ How each goes on and ends is its own business: `granted.py` if P writes into our
 if we read those of P.
 """
 
+from array import array
+
 from llmrt.engine.sequence import Sequence
 from llmrt.kvtransfer.layout import blocks_for
 from llmrt.kvtransfer.ledger import Grant
@@ -13,7 +15,7 @@ from llmrt.wire.ids import Attempt, GrantId, RequestId, WorkerName
 from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.workers.context import WorkerContext
 from llmrt.workers.granted import GrantedPrefill
-from llmrt.workers.handover import Handover, OutgoingOffer, PromptOwner
+from llmrt.workers.handover import BlockChecks, Handover, OutgoingOffer, PromptOwner
 from llmrt.workers.leased import BlockReads, LeasedPrefill
 from llmrt.workers.links import GRANT, PeerLinks
 
@@ -29,6 +31,7 @@ class OutgoingGrants:
         self._links = links
         self._owner = owner
         self._reads = BlockReads(context, links)
+        self._checks = BlockChecks(context)
         self._open: dict[GrantId, Handover] = {}
 
     @property
@@ -62,7 +65,7 @@ class OutgoingGrants:
             pack_u32(grant.all_blocks) if is_in_place else b"",
         ]
         offer = OutgoingOffer(request_id, attempt, deadline, body, raw)
-        parts = (self._context, self._owner, peer, grant, offer, sequence)
+        parts = (self._context, self._owner, self._checks, peer, grant, offer, sequence)
         opened = (
             GrantedPrefill(*parts)
             if is_in_place
@@ -89,10 +92,10 @@ class OutgoingGrants:
         if opened is not None:
             opened.is_held = True
 
-    def committed(self, sender: WorkerName, commit: m.Commit) -> None:
+    def committed(self, sender: WorkerName, commit: m.Commit, checksums: bytes) -> None:
         opened = self._find(sender, commit.grant_id)
         if opened is not None:
-            opened.committed(commit)
+            opened.committed(commit, checksums)
             self._settle(opened)
             return
         # It ended here; P must be told so, or it would go on saying it.
@@ -106,11 +109,14 @@ class OutgoingGrants:
             opened.stopped(reason)
             self._settle(opened)
 
-    def chunk(self, sender: WorkerName, chunk: m.Chunk, raw: bytes) -> None:
+    def chunk(
+        self, sender: WorkerName, chunk: m.Chunk, raw_blocks: bytes, raw_checksums: bytes
+    ) -> None:
         """Blocks of P may be read."""
         opened = self._find(sender, chunk.grant_id)
         if isinstance(opened, LeasedPrefill):
-            opened.chunk(chunk, raw)
+            opened.chunk(chunk, raw_blocks, raw_checksums)
+            self._settle(opened)
         else:
             self._release_lease(sender, chunk.grant_id, chunk.lease_id, chunk.arena_generation)
 
@@ -124,6 +130,12 @@ class OutgoingGrants:
         opened = self._reads.returned(read_id)
         if opened is not None:
             opened.read(read_id, failure)
+            self._settle(opened)
+
+    def blocks_hashed(self, hash_id: int, checksums: "array[int]") -> None:
+        opened = self._checks.returned(hash_id)
+        if opened is not None:
+            opened.hashed(hash_id, checksums)
             self._settle(opened)
 
     # -- peers come and go -------------------------------------------------------------------
@@ -189,7 +201,13 @@ class OutgoingGrants:
         scheduler, ledger = self._context.scheduler, self._context.ledger
         prefix = ledger.take_prefix(scheduler.prefix_hashes(sequence))
         missing = blocks_for(len(sequence.token_ids)) - len(prefix)
-        grant = ledger.grant(writer, missing, prefix) if scheduler.has_room(missing) else None
+        if not scheduler.has_room(missing):
+            ledger.release(prefix)
+            return None
+        if not ledger.check_seals(prefix):
+            ledger.release(prefix)
+            return self._grant(sequence, writer)  # without the blocks that had changed
+        grant = ledger.grant(writer, missing, prefix)
         if grant is None:
             ledger.release(prefix)
         return grant
@@ -204,7 +222,16 @@ class OutgoingGrants:
             sampling=sequence.params,
             seed=sequence.seed,
             priority=sequence.priority,
+            checksums=self._checksums(mode),
+            salt=sequence.salt,
         )
+
+    def _checksums(self, mode: str) -> str:
+        """In place the grant and its generation decide; across memory all is compared."""
+        wanted = self._context.settings.checksums
+        if wanted == "auto":
+            return "off" if mode == GRANT else "full"
+        return wanted
 
     def _release_lease(
         self, peer: WorkerName, grant_id: int, lease_id: int, generation: int

@@ -9,14 +9,18 @@ A hand-over may outlive its request, whose sequence then waits again or has gone
 """
 
 from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from llmrt.engine.sequence import Sequence
+from llmrt.kvtransfer.checksums import CheckedBlocks
 from llmrt.kvtransfer.ledger import Grant
 from llmrt.wire import messages as m
 from llmrt.wire.ids import Attempt, BlockId, GrantId, RequestId, WorkerName
 from llmrt.workers.context import WorkerContext
+from llmrt.workers.effects import HashBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +53,31 @@ class OutgoingOffer:
     raw: list[bytes]
 
 
+class BlockChecks:
+    """The blocks of ours that are being hashed for hand-overs, by the id of the hash."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._under_way: dict[int, Handover] = {}
+
+    def start(self, handover: "Handover", blocks: Seq[BlockId]) -> int:
+        hash_id = self._context.new_hash_id()
+        self._under_way[hash_id] = handover
+        self._context.do(HashBlocks(hash_id, None, array("I", blocks)))
+        return hash_id
+
+    def returned(self, hash_id: int) -> "Handover | None":
+        """For whom that was."""
+        return self._under_way.pop(hash_id, None)
+
+
 @dataclass(slots=True, eq=False)
 class Handover(ABC):
     """A grant that has not ended. `sequence` is None once its request has gone elsewhere."""
 
     context: WorkerContext
     owner: PromptOwner
+    checks: BlockChecks
     peer: WorkerName
     grant: Grant
     offer: OutgoingOffer
@@ -76,11 +99,25 @@ class Handover(ABC):
     def request_id(self) -> RequestId:
         return self.offer.request_id
 
+    @property
+    def checked(self) -> CheckedBlocks:
+        """Which blocks are compared before anything is decoded from them."""
+        first, end = len(self.grant.prefix), len(self.grant.all_blocks)
+        return CheckedBlocks(self.offer.body.checksums, self.request_id, first, end)
+
+    @property
+    def checked_indices(self) -> list[int]:
+        return self.checked.within(0, len(self.grant.all_blocks))
+
     # -- what differs ------------------------------------------------------------------------
 
     @abstractmethod
-    def committed(self, commit: m.Commit) -> None:
+    def committed(self, commit: m.Commit, checksums: bytes) -> None:
         """P has computed everything; the same commit may come again."""
+
+    @abstractmethod
+    def hashed(self, hash_id: int, checksums: "array[int]") -> None:
+        """Blocks of ours were hashed, which `checks` had started."""
 
     @abstractmethod
     def stopped(self, reason: str) -> None:
@@ -135,6 +172,31 @@ class Handover(ABC):
         sequence, self.sequence = self.sequence, None
         if sequence is not None:
             self.owner.prompt_failed(sequence, reason)
+
+    def compare(
+        self, indices: Seq[int], expected: Seq[int], actual: Seq[int], **fields: object
+    ) -> bool:
+        """Whether these blocks hold what P had; if not, it is counted, and logged with `fields`."""
+        if expected == actual:
+            return True
+        context = self.context
+        i = next(
+            (i for i, a, b in zip(indices, expected, actual, strict=False) if a != b), indices[0]
+        )
+        context.counters["checksum_mismatches"] += 1
+        context.log(
+            "kv.checksum_mismatch",
+            "warning",
+            request_id=self.request_id.hex(),
+            worker=context.settings.name.full_name,
+            peer=self.peer.full_name,
+            grant_id=self.grant_id,
+            block_idx=i,
+            block=self.grant.all_blocks[i],
+            num_checked=len(indices),
+            **fields,
+        )
+        return False
 
     def arrive(self, commit: m.Commit) -> None:
         """The sequence and its blocks go on to decode."""

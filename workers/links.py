@@ -18,7 +18,7 @@ from itertools import islice
 
 from llmrt.wire import messages as m
 from llmrt.wire.ids import WorkerId, WorkerName
-from llmrt.wire.kv import contract_mismatch
+from llmrt.wire.kv import contract_fault, contract_mismatch
 from llmrt.workers.context import WorkerContext
 from llmrt.workers.effects import AttachArena, ConnectPeer, DetachArena, ForgetPeer
 from llmrt.workers.events import ArenaShape
@@ -103,7 +103,8 @@ class PeerLinks:
         link.hello = hello
         self.has_news = True
         context = self._context
-        mismatch = contract_mismatch(context.settings.contract, hello.contract)
+        ours, theirs = context.settings.contract, hello.contract
+        mismatch = contract_fault(theirs) or contract_mismatch(ours, theirs)
         if mismatch is not None:
             link.refusal = f"KV contract differs: {mismatch}"
             context.log(
@@ -121,9 +122,7 @@ class PeerLinks:
         if link is None or link.hello is None:
             self._context.do(DetachArena(owner))  # it died while its arena was being mapped
             return
-        block_bytes = self._context.settings.contract.block_bytes
-        announced = ArenaShape(link.hello.num_blocks, block_bytes, link.hello.arena_generation)
-        if arena != announced:
+        if arena != self.arena_of(owner):
             self._context.do(DetachArena(owner))
             self.arena_refused(owner, f"the arena served there is another one: {arena}")
             return
@@ -205,6 +204,14 @@ class PeerLinks:
             and link.hello is not None
             and link.hello.arena_generation == generation
         )
+
+    def arena_of(self, name: WorkerName) -> ArenaShape | None:
+        """The arena of a peer as its hello tells; None if it is no partner."""
+        link = self._links.get(name)
+        if link is None or link.hello is None or link.refusal is not None:
+            return None
+        block_bytes = self._context.settings.contract.block_bytes
+        return ArenaShape(link.hello.num_blocks, block_bytes, link.hello.arena_generation)
 
     def bulk_address(self, name: WorkerName) -> str:
         link = self._links.get(name)

@@ -4,6 +4,7 @@ States of an offer, and what ends it:
 
     queued     waits for a step            WITHDRAW -> STOPPED at once
     computing  in a step, or between two   WITHDRAW -> STOPPED after the step that names it
+    hashing    with checksums: not told    as queued
     committed  COMMIT sent, every beat     COMMITTED ends a grant; a lease lives on until released
 
 An offer that came twice is known by (owner, grant). A withdrawal or commit of an unknown grant is
@@ -12,50 +13,27 @@ answered all the same: the answer to an earlier one may have been lost.
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from llmrt.engine.batch import LOCAL_ARENA, ArenaId, Drawn, SequenceId
+from llmrt.engine.rights import WriteRight
 from llmrt.engine.sequence import Sequence
+from llmrt.kvtransfer.checksums import CheckedBlocks
 from llmrt.kvtransfer.layout import blocks_for
 from llmrt.wire import messages as m
-from llmrt.wire.arrays import pack_u32, unpack_u32
+from llmrt.wire.arrays import pack_u32, pack_u64, unpack_u32
 from llmrt.wire.envelope import Header
-from llmrt.wire.ids import Attempt, BlockId, GrantId, LeaseId, RequestId, WorkerName
+from llmrt.wire.ids import BlockId, GrantId, LeaseId, RequestId, WorkerName
 from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.workers.context import WorkerContext
+from llmrt.workers.effects import HashBlocks
 from llmrt.workers.extras import encode_extras
 from llmrt.workers.links import GRANT, PeerLinks
+from llmrt.workers.offer import Key, OfferedPrefill, misfit
 from llmrt.workers.tombstones import Tombstones
-
-Key = tuple[WorkerName, int]
 
 
 def arena_of(owner: WorkerName) -> ArenaId:
     return ArenaId(owner.full_name)
-
-
-@dataclass(slots=True, eq=False)
-class OfferedPrefill:
-    """One offer taken. Times are this worker's."""
-
-    owner: WorkerName
-    grant_id: GrantId
-    request_id: RequestId
-    attempt: Attempt
-    mode: str
-    sequence: Sequence
-    deadline: float | None
-    received_at: float
-    started_at: float | None = None
-    lease_id: LeaseId | None = None
-    leased_blocks: "array[int]" = field(default_factory=lambda: array("I"))
-    num_announced: int = 0
-    commit: m.Commit | None = None
-    is_withdrawn: bool = False
-
-    @property
-    def key(self) -> Key:
-        return (self.owner, self.grant_id)
 
 
 class OfferedPrefills:
@@ -66,6 +44,7 @@ class OfferedPrefills:
         self._links = links
         self._offers: dict[Key, OfferedPrefill] = {}
         self._by_sequence: dict[SequenceId, OfferedPrefill] = {}
+        self._hashing: dict[int, OfferedPrefill] = {}
         self._ended: Tombstones[Key] = Tombstones()
 
     # -- messages of the owner ---------------------------------------------------------------
@@ -91,7 +70,14 @@ class OfferedPrefills:
             self._stopped(sender, offer.grant_id, header, refusal)
             return
         tokens, blocks = unpack_u32(raw_tokens), unpack_u32(raw_blocks)
-        refusal = self._misfit(offer, len(tokens), len(blocks))
+        arena = self._links.arena_of(sender)
+        refusal = misfit(
+            offer,
+            tokens,
+            blocks,
+            settings=self._context.settings,
+            num_owner_blocks=0 if arena is None else arena.num_blocks,
+        )
         if refusal is not None:
             self._stopped(sender, offer.grant_id, header, refusal)
             return
@@ -108,7 +94,7 @@ class OfferedPrefills:
     def committed(self, sender: WorkerName, grant_id: int) -> None:
         """The owner has the commit."""
         offered = self._offers.get((sender, grant_id))
-        if offered is not None and offered.commit is not None and offered.mode == GRANT:
+        if offered is not None and offered.commit is not None and offered.is_grant:
             self._drop(offered)
 
     def lease_confirm(self, sender: WorkerName, header: Header, ref: m.LeaseRef) -> None:
@@ -158,8 +144,32 @@ class OfferedPrefills:
                 continue
             if offered.is_withdrawn:
                 self._finish_withdrawal(offered)
-            elif offered.mode != GRANT:
+            elif not offered.is_grant:
                 self._announce(offered)
+
+    def rights(self, sequence_ids: Iterable[SequenceId]) -> dict[SequenceId, WriteRight]:
+        """What the owners have granted to those of these sequences that write into their blocks."""
+        rights: dict[SequenceId, WriteRight] = {}
+        for sequence_id in sequence_ids if self._by_sequence else ():
+            offered = self._by_sequence.get(sequence_id)
+            if offered is not None and offered.right is not None and not offered.is_withdrawn:
+                rights[sequence_id] = offered.right
+        return rights
+
+    def hashed(self, hash_id: int, checksums: "array[int]") -> bool:
+        """Blocks of an offer were hashed; False if the hash is not one of an offer."""
+        offered = self._hashing.pop(hash_id, None)
+        if offered is None:
+            return False
+        if self._offers.get(offered.key) is not offered:
+            return True  # ended meanwhile
+        if not offered.hashed(hash_id, checksums):
+            self._end(offered, "the owner's arena is not mapped any more")
+            return True
+        if not offered.is_grant:
+            self._send_complete(offered)
+        self._send_commit(offered)
+        return True
 
     def drawn(self, sequence: Sequence, drawn: Drawn, returned_at: float) -> bool:
         """A first token was sampled; False if the sequence is not an offered one."""
@@ -176,6 +186,8 @@ class OfferedPrefills:
             extras=encode_extras(drawn.logprobs),
             lease_id=offered.lease_id or 0,
         )
+        if offered.is_grant:
+            self._complete(offered, len(sequence.blocks))
         self._send_commit(offered)
         self._context.scheduler.remove(sequence)  # blocks under a lease stay for their reader
         return True
@@ -235,23 +247,12 @@ class OfferedPrefills:
 
     def _refusal(self, sender: WorkerName, offer: m.Offer) -> str | None:
         settings = self._context.settings
-        if sender not in self._links:
-            return "no link to the owner"
+        if self._links.arena_of(sender) is None:
+            return "the owner has not said who it is, or is no partner"
         if offer.mode == GRANT and not self._links.is_mapped(sender, offer.arena_generation):
             return "the owner's arena is not mapped here"
         if len(self._offers) >= settings.max_waiting:
             return "too many offers wait here"
-        return None
-
-    def _misfit(self, offer: m.Offer, num_tokens: int, num_blocks: int) -> str | None:
-        """Why a prompt can never be computed here, None if it can."""
-        settings = self._context.settings
-        if num_tokens == 0 or (offer.mode == GRANT and num_blocks < blocks_for(num_tokens)):
-            return "the offer does not cover its prompt"
-        if num_tokens > settings.max_context:
-            return f"{num_tokens} tokens are above the context of {settings.max_context} here"
-        if offer.mode != GRANT and blocks_for(num_tokens) > settings.num_blocks:
-            return f"{num_tokens} tokens do not fit the arena of {settings.num_blocks} blocks here"
         return None
 
     def _take(
@@ -281,14 +282,20 @@ class OfferedPrefills:
             num_given=offer.num_given if is_grant else 0,
             num_cached=offer.num_given if is_grant else 0,
             is_placed=True,
+            salt=offer.salt,
         )
+        arena = sequence.arena
+        first = offer.num_given // BLOCK_TOKENS
         offered = OfferedPrefill(
             owner=sender,
             grant_id=GrantId(offer.grant_id),
             request_id=RequestId(header.request_id),
             attempt=header.attempt,
-            mode=offer.mode,
             sequence=sequence,
+            checked=CheckedBlocks(
+                offer.checksums, RequestId(header.request_id), first, blocks_for(len(tokens))
+            ),
+            right=WriteRight(arena, blocks[:], offer.num_given) if is_grant else None,
             deadline=deadline,
             received_at=context.now,
         )
@@ -321,9 +328,30 @@ class OfferedPrefills:
             offered.leased_blocks = sequence.blocks[:]
         is_last = sequence.num_computed >= offered.sequence.max_length - 1
         num_computed = sequence.num_computed
-        complete = blocks_for(num_computed) if is_last else num_computed // BLOCK_TOKENS
-        if complete > offered.num_announced:
-            first, offered.num_announced = offered.num_announced, complete
+        self._complete(
+            offered, blocks_for(num_computed) if is_last else num_computed // BLOCK_TOKENS
+        )
+        self._send_complete(offered)
+
+    def _complete(self, offered: OfferedPrefill, num_blocks: int) -> None:
+        """So many blocks are computed: hash those of them that are new and checked."""
+        first, offered.num_complete = offered.num_complete, max(num_blocks, offered.num_complete)
+        indices = offered.checked.within(first, offered.num_complete)
+        if not indices:
+            return
+        hash_id = self._context.new_hash_id()
+        self._hashing[hash_id] = offered
+        offered.hashing[hash_id] = (first, offered.num_complete)
+        owner, table = None, offered.leased_blocks
+        if offered.right is not None:
+            owner, table = offered.owner, offered.right.blocks
+        self._context.do(HashBlocks(hash_id, owner, array("I", [table[i] for i in indices])))
+
+    def _send_complete(self, offered: OfferedPrefill) -> None:
+        """Announce what is computed and hashed, and was not announced yet."""
+        first, num_hashed = offered.num_announced, offered.num_hashed()
+        if num_hashed > first:
+            offered.num_announced = num_hashed
             self._send_chunk(offered, first)
 
     def _send_chunk(self, offered: OfferedPrefill, first: int) -> None:
@@ -334,18 +362,27 @@ class OfferedPrefills:
             arena_generation=self._context.settings.arena_generation,
             first_block=first,
         )
-        raw = pack_u32(offered.leased_blocks[first : offered.num_announced])
+        last = offered.num_announced
+        raw = [
+            pack_u32(offered.leased_blocks[first:last]),
+            pack_u64(offered.checksums_of(first, last)),
+        ]
         self._context.send_peer(
-            offered.owner, m.CHUNK, chunk, request_id=offered.request_id, raw=[raw]
+            offered.owner, m.CHUNK, chunk, request_id=offered.request_id, raw=raw
         )
 
     def _send_commit(self, offered: OfferedPrefill) -> None:
+        """Tell the owner that all is done, if it is and all is hashed."""
+        if offered.commit is None or offered.hashing:
+            return
+        checksums = offered.checksums_of(0, offered.num_complete) if offered.is_grant else []
         self._context.send_peer(
             offered.owner,
             m.COMMIT,
             offered.commit,
             request_id=offered.request_id,
             attempt=offered.attempt,
+            raw=[pack_u64(checksums)] if checksums else (),
         )
 
     def _withdraw(self, offered: OfferedPrefill) -> None:
@@ -376,7 +413,7 @@ class OfferedPrefills:
     def _drop(self, offered: OfferedPrefill) -> None:
         self._ended.bury(offered.key)
         del self._offers[offered.key]
-        del self._by_sequence[offered.sequence.sequence_id]
+        del self._by_sequence[offered.sequence_id]
         if not offered.sequence.is_removed:
             self._context.scheduler.remove(offered.sequence)
 

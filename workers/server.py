@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +18,12 @@ import structlog
 from llmrt.actor import sockets
 from llmrt.actor.process import this_process
 from llmrt.engine.scheduler import Scheduler, SchedulerSettings
+from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.arena_socket import check_path, make_private
+from llmrt.kvtransfer.checksums import MODES, block_checksums
 from llmrt.kvtransfer.ledger import Ledger
 from llmrt.wire.errors import ConfigError, ModelNotFound
-from llmrt.wire.ids import WorkerId, WorkerName
+from llmrt.wire.ids import BlockId, WorkerId, WorkerName
 from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.workers.context import CoreSettings
 from llmrt.workers.core import WorkerCore
@@ -46,6 +49,7 @@ WORKER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 ROLES = ("both", "prefill", "decode")
 TRANSFERS = ("auto", "shm", "tcp")
 PLACEMENTS = ("auto", "local", "remote")
+CHECKSUMS = ("auto", *MODES)
 SPECULATIVE = ("off", "ngram")
 MAX_DRAFTS = 16
 MAX_STREAM_INTERVAL_MS = 60_000
@@ -125,7 +129,11 @@ async def _serve_model(
     arena_file: Path,
     on_ready: Callable[[], None],
 ) -> None:
-    ledger = Ledger(model.arena.num_blocks, generation=model.arena.generation)
+    ledger = Ledger(
+        model.arena.num_blocks,
+        generation=model.arena.generation,
+        checksum=partial(_checksum, model.arena) if settings.validate else None,
+    )
     scheduler = Scheduler(
         ledger,
         SchedulerSettings(
@@ -152,6 +160,7 @@ async def _serve_model(
         max_waiting=settings.max_waiting,
         transfer=settings.transfer,
         placement=settings.placement,
+        checksums=settings.checksums,
         stream_interval_s=settings.stream_interval_ms / 1000,
     )
     core = WorkerCore(core_settings, scheduler, model.tokenizer)
@@ -174,6 +183,10 @@ async def _serve_model(
         await shell.run()
     finally:
         await shell.close()
+
+
+def _checksum(arena: Arena, block: BlockId) -> int:
+    return block_checksums(arena.buffer, arena.block_bytes, (block,))[0]
 
 
 def _load(settings: WorkerSettings, name: WorkerName) -> LoadedModel:
@@ -233,6 +246,7 @@ def _check(settings: WorkerSettings) -> None:
         ("role", ROLES),
         ("transfer", TRANSFERS),
         ("placement", PLACEMENTS),
+        ("checksums", CHECKSUMS),
         ("speculative", SPECULATIVE),
     ):
         value = getattr(settings, name)

@@ -16,9 +16,11 @@ class WorkerSettings:
     `step_tokens` is the token budget of a step and so the prefill chunk. Without `threads`, workers
     of one `runtime_dir` share the cores step by step; torch divides them by `local_workers`.
     `transfer` is auto, shm (in place, same host) or tcp. `placement` is auto, or local to prefill
-    never elsewhere, or remote to prefill elsewhere whenever a prefill worker is alive. Tokens of a
-    request that come within `stream_interval_ms` leave together, except the first; 0 sends each at
-    once.
+    never elsewhere, or remote to prefill elsewhere whenever a prefill worker is alive. `checksums`
+    of blocks that are handed over are off, sampled (the first, the last and one in 16 between) or
+    full; auto is full for those that are copied, off for those that are written in place. Tokens of
+    a request that come within `stream_interval_ms` leave together, except the first; 0 sends each
+    at once.
     `speculative` ngram tries up to `speculative_tokens` guesses in a decode of a text that repeats
     itself.
     """
@@ -42,6 +44,7 @@ class WorkerSettings:
     local_workers: int = 1
     transfer: str = "auto"
     placement: str = "auto"
+    checksums: str = "auto"
     stream_interval_ms: int = 0
     speculative: str = "off"
     speculative_tokens: int = 4

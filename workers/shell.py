@@ -1,11 +1,12 @@
 """The shell of a worker: carries out the effects of `WorkerCore`, and nothing else.
 
-Three kinds of thread: the loop (sockets and the machine), one that runs steps, and one that
-tokenizes. A reader per peer copies blocks under leases.
+Four kinds of thread: the loop (sockets and the machine), one that runs steps, one that tokenizes,
+and one that hashes blocks. A reader per peer copies blocks under leases.
 """
 
 import asyncio
 import contextlib
+from array import array
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from llmrt.actor.runtime import settle
 from llmrt.engine.batch import Device
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.arena_socket import ArenaServer, AttachedPeer, Lifeline, attach_arena
+from llmrt.kvtransfer.checksums import block_checksums
 from llmrt.kvtransfer.tcp_reader import BulkReader
 from llmrt.kvtransfer.tcp_server import BulkServer, ReadRequest
 from llmrt.wire.envelope import check_frames, decode_body, decode_header, encode_body
@@ -82,6 +84,7 @@ class WorkerShell:
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._hash_thread = ThreadPoolExecutor(1, thread_name_prefix="hash")
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers: dict[WorkerName, Channel] = {}
         self._mapped: dict[WorkerName, tuple[Arena, Lifeline]] = {}
@@ -126,6 +129,7 @@ class WorkerShell:
             await reader.close()
         await asyncio.to_thread(self._step_thread.close)
         self._text_thread.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._hash_thread.shutdown, cancel_futures=True)
         for owner in list(self._mapped):
             self._unmap(owner)
         await asyncio.to_thread(self._bulk.close)
@@ -138,8 +142,8 @@ class WorkerShell:
 
     def _perform(self, effect: do.Effect) -> None:
         match effect:
-            case do.RunStep(batch):
-                self._step_thread.run(batch)
+            case do.RunStep(batch, rights):
+                self._step_thread.run(batch, rights)
             case do.SendBroker(frames, is_skippable):
                 if not (is_skippable and self._broker.waiting_bytes()):
                     self._broker.send(frames)
@@ -161,6 +165,8 @@ class WorkerShell:
                 detached.add_done_callback(lambda _: self._call_soon(self._unmap, owner))
             case do.ReadBlocks():
                 self._spawn(self._read(effect))
+            case do.HashBlocks():
+                self._hash_thread.submit(self._hash, effect).add_done_callback(self._post)
             case do.Log(event, level, fields):
                 getattr(log, level)(event, **fields)
             case do.Ready():
@@ -187,7 +193,19 @@ class WorkerShell:
             return ev.Tokenized(effect.request_id, effect.attempt, None, failure)
         return ev.Tokenized(effect.request_id, effect.attempt, token_ids)
 
-    def _post(self, done: "Future[ev.Tokenized]") -> None:
+    # -- checksums, on their thread ----------------------------------------------------------
+
+    def _hash(self, effect: do.HashBlocks) -> ev.BlocksHashed:
+        arena = self._arena
+        if effect.owner is not None:
+            mapped = self._mapped.get(effect.owner)
+            if mapped is None:
+                return ev.BlocksHashed(effect.hash_id, array("Q"))
+            arena = mapped[0]
+        checksums = block_checksums(arena.buffer, arena.block_bytes, effect.blocks)
+        return ev.BlocksHashed(effect.hash_id, checksums)
+
+    def _post(self, done: "Future[ev.Tokenized] | Future[ev.BlocksHashed]") -> None:
         if done.cancelled():
             return
         error = done.exception()

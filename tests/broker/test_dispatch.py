@@ -172,16 +172,27 @@ def test_attempts_are_bounded(make_rig: Callable[..., Rig]) -> None:
 
 
 def test_a_worker_of_another_family_does_not_continue_a_stream(rig: Rig) -> None:
-    """Same name, other weights: it would go on with another text."""
+    """Same model, other KV: it would go on with other last bits, and perhaps another text."""
     rig.register("d0")
     rig.generate(1)
     rig.generate(2)
     rig.step("d0", row(1, 0))
-    rig.register("d1", contract=make_contract(model_hash="other"))
+    rig.register("d1", contract=make_contract(kv_dtype="int8"))
     (sent,) = kill(rig, "d0")
     assert (sent.to, sent.header.request_id) == (b"d1", request_id(2))
     rig.register("d2")
     assert to_workers(rig.seen, m.DISPATCH)[-1].to == b"d2"
+
+
+def test_other_weights_of_a_name_do_not_continue_a_stream(rig: Rig) -> None:
+    """Whoever served it before is dead: the name is free, but not for what has begun."""
+    rig.register("d0")
+    rig.generate(1)
+    rig.generate(2)
+    rig.step("d0", row(1, 0))
+    kill(rig, "d0")
+    sent = to_workers(rig.register("d1", contract=make_contract(model_hash="other")), m.DISPATCH)
+    assert [(s.to, s.header.request_id) for s in sent] == [(b"d1", request_id(2))]
 
 
 def test_a_resume_on_other_numerics_is_counted(rig: Rig) -> None:

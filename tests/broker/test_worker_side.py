@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from kv_mismatches import CONTRACT, MISMATCHES, other_contract
 from tests.broker.conftest import (
     ALICE,
     BOB,
@@ -22,6 +23,7 @@ from llmrt.broker.events import ProcessDied, WorkerGarbage, WorkerUnroutable
 from llmrt.wire import messages as m
 from llmrt.wire.envelope import decode_body, encode_body
 from llmrt.wire.ids import Attempt
+from llmrt.wire.kv import TEXT_FIELDS
 
 
 def peers_of(effects: list[object], worker: bytes) -> list[list[str]]:
@@ -91,6 +93,44 @@ def _step_frames(number: int, seq: int) -> list[bytes]:
     from llmrt.wire.steps import encode_step
 
     return encode_step([row(number, seq)])[1:]
+
+
+@pytest.mark.parametrize(("name", "value"), MISMATCHES)
+def test_workers_of_other_contracts_are_refused_or_never_paired(
+    rig: Rig, name: str, value: object
+) -> None:
+    """Refused if clients would get one text or another, or if the contract says nothing."""
+    rig.register("d0", "decode", contract=CONTRACT)
+    effects = rig.register("p0", "prefill", contract=other_contract(name, value))
+    says_nothing = value in ("", "\t") or (isinstance(value, int) and value < 1)
+    if says_nothing:
+        assert failure_of_refused(rig, [*effects]).endswith(
+            f"{name} is {value!r}, which says nothing"
+        )
+    elif name in TEXT_FIELDS:
+        both = f"{name} is {value!r} here and {getattr(CONTRACT, name)!r} there"
+        assert both in failure_of_refused(rig, [*effects])
+    else:
+        assert len(to_workers(effects, m.REGISTERED)) == 1
+    (dispatch,) = to_workers(rig.generate(1), m.DISPATCH)
+    assert (dispatch.to, dispatch.route.prefill_worker) == (b"d0", None)
+
+
+def test_one_text_may_be_served_in_several_kv_formats(rig: Rig) -> None:
+    """And each prefill worker is paired with its own."""
+    for n, contract in enumerate((CONTRACT, other_contract("kv_dtype", "int8"))):
+        rig.register(f"d{n}", "decode", contract=contract)
+        rig.register(f"p{n}", "prefill", contract=contract)
+    sent = [to_workers(rig.generate(number), m.DISPATCH)[0] for number in (1, 2)]
+    assert {(s.to, s.route.prefill_worker) for s in sent} == {(b"d0", "p0"), (b"d1", "p1")}
+
+
+def test_other_models_and_lives_that_are_over_forbid_nothing(rig: Rig) -> None:
+    rig.register("d0", contract=CONTRACT)
+    other = other_contract("model_hash", "other")
+    assert to_workers(rig.register("d1", contract=other, model="other"), m.REGISTERED)
+    rig.worker(b"d0", m.BYE)
+    assert to_workers(rig.register("d2", contract=other), m.REGISTERED)
 
 
 @pytest.mark.parametrize(

@@ -464,3 +464,39 @@ def test_every_sequence_gets_all_its_tokens_with_any_room(
         scheduler.ledger.check()
     assert all(len(s.token_ids) == s.max_length for s in sequences)
     assert scheduler.ledger.num_held == 0
+
+
+def test_sequences_of_two_salts_never_share_a_block() -> None:
+    scheduler = make_scheduler()
+    starts = []
+    for number, salt in enumerate((b"", b"a", b"b", b"a"), start=1):
+        sequence = make_sequence(number, 100, max_tokens=1)
+        sequence.salt = salt
+        scheduler.add(sequence)
+        batch = step(scheduler)
+        starts.append(batch.rows[0].start)
+        while scheduler.running[sequence.sequence_id].num_generated == 0:
+            step(scheduler)
+        scheduler.remove(sequence)
+    assert starts == [0, 0, 0, 96]
+
+
+def test_a_cached_block_that_changed_is_computed_anew() -> None:
+    """And so is what comes behind it, which was computed from it."""
+    content = dict.fromkeys(range(64), 0)
+    scheduler = Scheduler(
+        Ledger(64, checksum=lambda block: content[block]),
+        SchedulerSettings(step_tokens=128, chunk_tokens=128),
+    )
+    starts = []
+    for number in (1, 2, 3):
+        sequence = make_sequence(number, 100, max_tokens=1)
+        scheduler.add(sequence)
+        batch = step(scheduler)
+        starts.append(batch.rows[0].start)
+        scheduler.remove(sequence)
+        if number == 1:
+            content[batch.rows[0].blocks[1]] += 1
+    assert starts == [0, 32, 96]
+    assert scheduler.ledger.num_bad_seals == 1
+    assert scheduler.ledger.num_held == 0

@@ -320,3 +320,38 @@ def test_a_million_blocks_are_made_in_a_second() -> None:
     for _ in range(100):
         ledger.release(allocate(ledger, 10))
     assert time.process_time() - start < 0.1
+
+
+# Seals
+
+
+def test_a_changed_block_leaves_the_cache_and_its_users_keep_it_till_they_end() -> None:
+    content = [0] * 8
+    ledger = Ledger(8, checksum=lambda block: content[block])
+    blocks = cache(ledger, 3)
+    grant = make_grant(ledger, 1, ledger.take_prefix(hashes_of(3)))
+    assert ledger.check_seals(grant.prefix)
+    content[blocks[1]] ^= 1
+    prefix = ledger.take_prefix(hashes_of(3))
+    assert prefix == blocks
+    assert not ledger.check_seals(prefix)
+    assert ledger.num_bad_seals == 1
+    ledger.check()
+    assert ledger.lookup(hashes_of(3)) == 1
+    ledger.release(prefix)
+    assert ledger.state_of(blocks[1]) == "held"  # by the grant
+    ledger.stop(grant.grant_id)
+    assert ledger.state_of(blocks[1]) == "free"
+    ledger.check()
+
+
+def test_a_seal_ends_with_the_stay_in_the_cache() -> None:
+    content = [0] * 2
+    ledger = Ledger(2, checksum=lambda block: content[block])
+    cache(ledger, 2)
+    blocks = allocate(ledger, 2)  # evicts both
+    content[:] = [5, 6]
+    for block, block_hash in zip(blocks, hashes_of(2, b"other"), strict=True):
+        ledger.seal(block, block_hash)
+    assert ledger.check_seals(blocks)
+    ledger.check()

@@ -57,13 +57,18 @@ class Sent:
 
 @dataclass(slots=True)
 class Bench:
-    """One machine, its clock, and everything that it has wanted since `clear`."""
+    """One machine, its clock, and everything that it has wanted since `clear`.
+
+    `checksums` are by block number, whosever arena it is in.
+    """
 
     core: WorkerCore
     scheduler: Scheduler
     settings: CoreSettings
     now: float = 100.0
     effects: list[do.Effect] = field(default_factory=list)
+    checksums: dict[int, int] = field(default_factory=dict)
+    hashes_at_once: bool = True
 
     @property
     def name(self) -> WorkerName:
@@ -79,6 +84,15 @@ class Bench:
         self.effects += effects
         if any(isinstance(effect, do.RunStep) and not effect.batch.follows for effect in effects):
             self.handle(ev.StepTaken())
+        if self.hashes_at_once:
+            for effect in effects:
+                if isinstance(effect, do.HashBlocks):
+                    self.hashed(effect)
+
+    def hashed(self, effect: do.HashBlocks) -> None:
+        """The blocks of `effect` were hashed: to what `checksums` has for them, else to 0."""
+        checksums = [self.checksums.get(block, 0) for block in effect.blocks]
+        self.handle(ev.BlocksHashed(effect.hash_id, array("Q", checksums)))
 
     def tick(self, after_s: float = 1.0) -> None:
         self.now += after_s

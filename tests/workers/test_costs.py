@@ -58,6 +58,14 @@ def test_a_prompt_beside_a_prefill_worker_tells_how_much_that_slows() -> None:
     assert costs.prefill.of(0, 4096) == pytest.approx(quadratic(0, 4096))
 
 
+def test_a_prompt_that_took_no_time_is_no_measure_of_anything() -> None:
+    costs = Costs()
+    costs.step_took([row(0, 100)], 0.0)
+    costs.offered(P, SequenceId(1), 0.5, now=10.0)
+    costs.step_took([row(0, 100)], 0.1)
+    assert costs.prefill.slowdown == 1
+
+
 def test_a_decode_with_drafts_is_a_decode() -> None:
     costs = Costs()
     costs.step_took([row(40, 4, num_drafts=3)], 0.01)

@@ -5,6 +5,8 @@ import threading
 from array import array
 from collections.abc import Callable
 
+import msgspec
+
 from llmrt.engine.batch import (
     LOCAL_ARENA,
     ArenaId,
@@ -15,6 +17,7 @@ from llmrt.engine.batch import (
     SequenceId,
     StepResult,
 )
+from llmrt.engine.rights import WriteRight
 from llmrt.wire.errors import InternalError
 from llmrt.wire.sampling import SamplingParams
 from llmrt.workers.events import StepDone, StepTaken
@@ -133,3 +136,24 @@ def test_calls_wait_for_the_steps_before_them_and_hand_their_errors_over() -> No
         assert order == [threading.main_thread().name]
 
     events_of(work, 2)
+
+
+def test_a_row_beyond_its_grant_fails_its_step_and_reaches_no_device() -> None:
+    theirs = ArenaId("decode-0@7")
+    batch = make_batch(1, 5)
+    row = msgspec.structs.replace(batch.rows[0], arena=theirs, blocks=array("I", [3]))
+    granted = WriteRight(theirs, array("I", [3]), 0)
+
+    def work(thread: StepThread, device: CountingDevice) -> None:
+        for blocks in (array("I", [3]), array("I", [4])):
+            one = msgspec.structs.replace(row, blocks=blocks)
+            thread.run(Batch(1, (one,)), {row.sequence_id: granted})
+        thread.run(Batch(1, (row,)))
+
+    _, good, _, beyond, _, none = events_of(work, 6)
+    assert isinstance(good, StepDone)
+    assert good.result is not None
+    for event, reason in ((beyond, "is 4 and not 3"), (none, "has no grant")):
+        assert isinstance(event, StepDone)
+        assert event.failure is not None
+        assert reason in event.failure.message
