@@ -65,6 +65,8 @@ def _worker_row(state: State, worker: Worker, now: float) -> WorkerRow:
         num_drafted=load.num_drafted,
         num_accepted=load.num_accepted,
         num_checksum_mismatches=load.num_checksum_mismatches,
+        num_fenced=load.num_fenced,
+        num_quarantined_blocks=load.num_quarantined_blocks,
         num_seal_mismatches=load.num_seal_mismatches,
         refusals={
             peer: reason[:MAX_REASON_CHARS]

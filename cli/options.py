@@ -101,6 +101,7 @@ WORKER_HELP = {
     "stream_interval_ms": "send tokens that come within so many milliseconds together",
     "speculative": "guess tokens of texts that repeat themselves: off or ngram",
     "speculative_tokens": "most guesses in a step, 1 to 16",
+    "has_fencing": "kill a prefill worker of this host that is silent and may still write here",
     "has_prefix_cache": "keep the KV cache of prompts for later ones",
     "trust_remote_code": "accepted for compatibility: code from a model folder is never run",
     "validate": "assert all invariants after every event",

@@ -106,6 +106,14 @@ def table(reply: "PsReply") -> str:
     ]
     if mismatches:
         parts.append("\n".join(mismatches))
+    writers = [
+        f"{row.worker_id} ended {row.num_fenced} silent prefill workers by force, and "
+        f"{row.num_quarantined_blocks} of its blocks wait for the end of their writer"
+        for row in reply.workers
+        if row.num_fenced or row.num_quarantined_blocks
+    ]
+    if writers:
+        parts.append("\n".join(writers))
     if requests:
         heads_of_requests = ("REQUEST", "STAGE", "DECODE", "PREFILL", "TOKENS", "AGE")
         parts.append(_columns(heads_of_requests, requests))

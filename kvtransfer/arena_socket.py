@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import signal
 import socket
 import stat
 import struct
@@ -92,6 +93,19 @@ class ArenaServer:
         self._listener = _listen(self.path)
         self._inode = self.path.stat().st_ino
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+    def kill(self, peer: AttachedPeer) -> bool:
+        """End that very process by SIGKILL, which `on_dead` confirms; False if it is forbidden."""
+        pidfd = self._pidfds.get(peer)
+        if pidfd is None:
+            return True
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            return True  # dead, and `on_dead` comes next
+        except PermissionError:
+            return False
+        return True
 
     def close(self) -> None:
         """Stop listening and hang up on all peers, without further calls."""

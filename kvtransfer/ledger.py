@@ -186,6 +186,11 @@ class Ledger(BlockPool):
         )
         return True
 
+    def is_quarantined(self, grant_id: GrantId) -> bool:
+        """True if the grant has not ended and its writer is not trusted."""
+        grant = self._grants.get(grant_id)
+        return grant is not None and grant.is_quarantined
+
     def writer_died(self, writer: WorkerName) -> list[GrantId]:
         """That very process is dead for certain: all its grants end, their blocks are free."""
         ended = self.grants_of(writer)

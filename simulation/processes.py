@@ -29,6 +29,8 @@ from llmrt.workers.core import WorkerCore
 from llmrt.workers.offered import arena_of
 
 BROKER = "broker"
+# A supervisor starts again what was killed.
+RESTART_S = 1.0
 
 
 class Surroundings(Protocol):
@@ -44,6 +46,8 @@ class Surroundings(Protocol):
 
     def kill(self, process: "Process") -> None: ...
 
+    def restart(self, worker: "SimWorker", after_s: float) -> None: ...
+
     def life_of(self, name: WorkerName) -> "SimWorker | None": ...
 
     def worker_by_routing(self, routing_id: bytes) -> "SimWorker | None": ...
@@ -55,7 +59,10 @@ class Surroundings(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Process(ABC):
-    """One life of a machine. After `kill` nothing reaches it and nothing leaves it."""
+    """One life of a machine. After `kill` nothing reaches it and nothing leaves it.
+
+    While it is stalled (SIGSTOP, or a host that swaps) everything waits, in order.
+    """
 
     cluster: Surroundings
     name: str
@@ -63,6 +70,7 @@ class Process(ABC):
     tick: Any
     pid: int
     is_alive: bool = True
+    stalled_until: float = 0.0
     _timer: float | None = None
 
     @property
@@ -70,7 +78,7 @@ class Process(ABC):
         return m.ProcessName(boot_id="sim", pid_namespace="sim", pid=self.pid, start_ticks=0)
 
     def handle(self, event: object) -> None:
-        if not self.is_alive:
+        if not self.is_alive or self.waits_to(lambda: self.handle(event)):
             return
         world = self.cluster.world
         for effect in self.machine.handle(event, world.now):
@@ -78,6 +86,17 @@ class Process(ABC):
         if self.cluster.checks:
             self.machine.check()
         self._arm()
+
+    def stall(self, seconds: float) -> None:
+        self.stalled_until = max(self.stalled_until, self.cluster.world.now + seconds)
+        self.cluster.world.record("stalled", self.name, seconds)
+
+    def waits_to(self, action: Callable[[], None]) -> bool:
+        """True if the process is stalled: it will do this when it goes on."""
+        is_stalled = self.cluster.world.now < self.stalled_until
+        if is_stalled:
+            self.cluster.world.at(self.stalled_until, action)
+        return is_stalled
 
     @abstractmethod
     def perform(self, effect: Any) -> None:
@@ -90,7 +109,7 @@ class Process(ABC):
             self.cluster.world.at(deadline, lambda: self._ring(deadline))
 
     def _ring(self, due: float) -> None:
-        if self._timer != due:
+        if self._timer != due or self.waits_to(lambda: self._ring(due)):
             return
         self._timer = None
         deadline = self.machine.next_deadline() if self.is_alive else None
@@ -238,6 +257,11 @@ class SimWorker(Process):
                 world.after(world.rng.uniform(0, 0.005), lambda: self.handle(answer))
             case do.AttachArena(owner):
                 world.after(0.001, lambda: self._attach(owner))
+            case do.FenceWriter(peer):
+                writer = cluster.life_of(peer)
+                if writer is not None:
+                    cluster.kill(writer)
+                    cluster.restart(writer, RESTART_S)
             case do.DetachArena(owner):
                 self.attached.discard(owner)
                 world.after(0.0, lambda: self._detach(owner))
@@ -272,7 +296,7 @@ class SimWorker(Process):
         world.after(world.rng.uniform(*world.faults.step_s), lambda: self._step_done(batch))
 
     def _step_done(self, batch: Batch) -> None:
-        if not self.is_alive:
+        if not self.is_alive or self.waits_to(lambda: self._step_done(batch)):
             return
         self.last_result = result = self.device.run(batch)
         self.running, next_step, self.next_step = None, self.next_step, None

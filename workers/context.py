@@ -22,8 +22,9 @@ class CoreSettings:
 
     `max_context` bounds prompt and generated tokens of a request. `transfer` is auto, shm or
     tcp; `placement` auto, local or remote; `checksums` auto (full for leases, off in place), off,
-    sampled or full. Tokens of a request that come within `stream_interval_s`
-    leave together. `broker` is for texts only. Times in seconds.
+    sampled or full. Tokens of a request that come within `stream_interval_s` leave together.
+    `has_fencing` allows to end silent writers by force. `broker` is for texts only. Times in
+    seconds.
     """
 
     name: WorkerName
@@ -46,6 +47,7 @@ class CoreSettings:
     lease_s: float = 30.0
     lease_renew_s: float = 5.0
     stream_interval_s: float = 0.0
+    has_fencing: bool = True
 
     @property
     def does_decode(self) -> bool:

@@ -71,6 +71,13 @@ class AttachArena:
 
 
 @dataclass(frozen=True, slots=True)
+class FenceWriter:
+    """Kill the process that maps our arena as `peer`; `MapperDied` confirms it."""
+
+    peer: WorkerName
+
+
+@dataclass(frozen=True, slots=True)
 class DetachArena:
     """Unmap an arena once the running step has returned; no later step names it."""
 
@@ -131,6 +138,7 @@ Effect = (
     | ForgetPeer
     | AttachArena
     | DetachArena
+    | FenceWriter
     | ReadBlocks
     | HashBlocks
     | Log

@@ -20,6 +20,10 @@ class GrantedPrefill(Handover):
     commit: m.Commit | None = field(default=None, init=False)
     expected: "array[int]" = field(default_factory=lambda: array("Q"), init=False)
 
+    @property
+    def is_quarantined(self) -> bool:
+        return self.context.ledger.is_quarantined(self.grant_id)
+
     def committed(self, commit: m.Commit, checksums: bytes) -> None:
         ref = m.GrantRef(grant_id=self.grant_id)
         self.context.send_peer(self.peer, m.COMMITTED, ref, request_id=self.request_id)

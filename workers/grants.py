@@ -14,13 +14,11 @@ from llmrt.wire.arrays import pack_u32
 from llmrt.wire.ids import Attempt, GrantId, RequestId, WorkerName
 from llmrt.wire.kv import BLOCK_TOKENS
 from llmrt.workers.context import WorkerContext
+from llmrt.workers.fencing import Fencing
 from llmrt.workers.granted import GrantedPrefill
 from llmrt.workers.handover import BlockChecks, Handover, OutgoingOffer, PromptOwner
 from llmrt.workers.leased import BlockReads, LeasedPrefill
 from llmrt.workers.links import GRANT, PeerLinks
-
-# Beats of P that may be lost in a row; much less than the deadline of any request.
-SILENCE_S = 5.0
 
 
 class OutgoingGrants:
@@ -32,6 +30,7 @@ class OutgoingGrants:
         self._owner = owner
         self._reads = BlockReads(context, links)
         self._checks = BlockChecks(context)
+        self._fencing = Fencing(context)
         self._open: dict[GrantId, Handover] = {}
 
     @property
@@ -149,6 +148,7 @@ class OutgoingGrants:
     def peer_died(self, peer: WorkerName) -> None:
         """Confirmed: that process can write no more."""
         self._context.ledger.writer_died(peer)
+        self._fencing.died(peer)
         for opened in self._of(peer):
             opened.died()
             self._settle(opened)
@@ -157,14 +157,16 @@ class OutgoingGrants:
 
     def beat(self) -> None:
         """Give up on the silent, and say again what was not answered."""
-        now = self._context.now
-        for opened in [o for o in self._open.values() if now - o.heard_at >= SILENCE_S]:
+        for opened in self._open.values():
+            opened.silent_beats += 1
+        for opened in [o for o in self._open.values() if o.is_silent]:
             if opened.sequence is not None:
                 self._links.avoid(opened.peer)
-                opened.abandon(f"the prefill worker said nothing for {SILENCE_S:g} s")
+                opened.abandon(f"the prefill worker said nothing for {opened.silent_s:g} s")
                 self._settle(opened)
         for opened in self._open.values():
             opened.beat()
+        self._fencing.beat(o for o in self._open.values() if isinstance(o, GrantedPrefill))
 
     def __len__(self) -> int:
         return len(self._open)
@@ -186,7 +188,7 @@ class OutgoingGrants:
         if opened is None or opened.peer != sender:
             self._context.counters["late_grant_messages"] += 1
             return None
-        opened.heard_at = self._context.now
+        opened.silent_beats = 0
         return opened
 
     def _of(self, peer: WorkerName) -> list[Handover]:

@@ -22,6 +22,9 @@ from llmrt.wire.ids import Attempt, BlockId, GrantId, RequestId, WorkerName
 from llmrt.workers.context import WorkerContext
 from llmrt.workers.effects import HashBlocks
 
+# Beats of P that may be lost in a row; much less than the deadline of any request.
+SILENCE_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -83,13 +86,13 @@ class Handover(ABC):
     offer: OutgoingOffer
     sequence: Sequence | None
     offered_at: float = field(init=False)
-    heard_at: float = field(init=False)
+    silent_beats: int = field(default=0, init=False)
     is_held: bool = field(default=False, init=False)
     is_ending: bool = field(default=False, init=False)
     is_over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.offered_at = self.heard_at = self.context.now
+        self.offered_at = self.context.now
 
     @property
     def grant_id(self) -> GrantId:
@@ -108,6 +111,15 @@ class Handover(ABC):
     @property
     def checked_indices(self) -> list[int]:
         return self.checked.within(0, len(self.grant.all_blocks))
+
+    @property
+    def silent_s(self) -> float:
+        """By beats and not by the clock: a process that was stopped has heard nobody either."""
+        return self.silent_beats * self.context.settings.beat_s
+
+    @property
+    def is_silent(self) -> bool:
+        return self.silent_s >= SILENCE_S
 
     # -- what differs ------------------------------------------------------------------------
 

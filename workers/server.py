@@ -162,6 +162,7 @@ async def _serve_model(
         placement=settings.placement,
         checksums=settings.checksums,
         stream_interval_s=settings.stream_interval_ms / 1000,
+        has_fencing=settings.has_fencing,
     )
     core = WorkerCore(core_settings, scheduler, model.tokenizer)
     shell = WorkerShell(

@@ -21,6 +21,7 @@ class WorkerSettings:
     full; auto is full for those that are copied, off for those that are written in place. Tokens of
     a request that come within `stream_interval_ms` leave together, except the first; 0 sends each
     at once.
+    With `has_fencing` a prefill worker that is silent with blocks of ours in its hands is killed.
     `speculative` ngram tries up to `speculative_tokens` guesses in a decode of a text that repeats
     itself.
     """
@@ -49,6 +50,7 @@ class WorkerSettings:
     speculative: str = "off"
     speculative_tokens: int = 4
     has_prefix_cache: bool = True
+    has_fencing: bool = True
     trust_remote_code: bool = False
     validate: bool = False
     log_level: str = "info"

@@ -159,6 +159,8 @@ class WorkerShell:
                 self._forget(peer)
             case do.AttachArena():
                 self._spawn(self._attach(effect))
+            case do.FenceWriter(peer):
+                self._fence(peer)
             case do.DetachArena(owner):
                 # Behind the running step, which may still name it.
                 detached = self._step_thread.call(self._detach, owner)
@@ -327,6 +329,17 @@ class WorkerShell:
         self._mappers[peer] = name
         self._loop.call_soon(self._driver.handle, ev.ArenaMapped(name))
         return None
+
+    def _fence(self, name: WorkerName) -> None:
+        assert self._arena_server is not None
+        for peer in [peer for peer, mapper in self._mappers.items() if mapper == name]:
+            if not self._arena_server.kill(peer):
+                log.error(
+                    "peer.fence_failed",
+                    peer=name.worker_id,
+                    pid=peer.pid,
+                    remedy="run all workers of this host as one user, or end that process by hand",
+                )
 
     def _mapper_died(self, peer: AttachedPeer) -> None:
         name = self._mappers.pop(peer, None)

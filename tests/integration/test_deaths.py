@@ -116,10 +116,9 @@ def test_a_prefill_worker_may_die_in_the_middle_and_come_back(
     assert victim in {result.prefill_worker for result in results}
 
 
-def test_a_frozen_prefill_worker_delays_nobody_for_ever(
+def test_a_prefill_worker_that_pauses_is_waited_for(
     mortal: RunningCluster, reader: Client, colocated: RunningCluster
 ) -> None:
-    """The owner computes the prompt; when the other wakes up, all blocks come back."""
     prompt = long_prompt(2)
     with Client(colocated.bind) as client:
         expected = client.generate(prompt, max_tokens=8).token_ids
@@ -128,14 +127,32 @@ def test_a_frozen_prefill_worker_delays_nobody_for_ever(
         frozen = the_request(reader, lambda row: bool(row.prefill_worker)).prefill_worker
         pid = pid_of(mortal, frozen)
         os.kill(pid, signal.SIGSTOP)
-        try:
-            result = asked.result(60)
-        finally:
-            os.kill(pid, signal.SIGCONT)
+        waking = threading.Timer(2.0, os.kill, (pid, signal.SIGCONT))
+        waking.start()
+        result = asked.result(60)
+    waking.join()
     assert result.token_ids == expected
-    wait_until(lambda: frozen in epochs(reader), 30, f"{frozen} is registered again")
     wait_until_linked(reader, NUM_WORKERS)
     assert pid_of(mortal, frozen) == pid
+
+
+def test_a_prefill_worker_that_stays_frozen_is_fenced(
+    mortal: RunningCluster, reader: Client, colocated: RunningCluster
+) -> None:
+    """The owner computes the prompt, and has its blocks back once that process is dead."""
+    prompt = long_prompt(3)
+    with Client(colocated.bind) as client:
+        expected = client.generate(prompt, max_tokens=8).token_ids
+    before = epochs(reader)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(reader.generate, prompt, max_tokens=8, deadline_s=60)
+        request = the_request(reader, lambda row: bool(row.prefill_worker))
+        os.kill(pid_of(mortal, request.prefill_worker), signal.SIGSTOP)
+        assert asked.result(60).token_ids == expected
+    wait_until_back(reader, request.prefill_worker, before[request.prefill_worker])
+    rows = {row.worker_id: row for row in reader.workers().workers}
+    assert rows[request.decode_worker].num_fenced == 1
+    assert rows[request.decode_worker].num_quarantined_blocks == 0
 
 
 def test_a_frozen_owner_loses_its_stream_to_another(mortal: RunningCluster, reader: Client) -> None:

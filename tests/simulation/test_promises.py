@@ -106,6 +106,28 @@ def test_kills_under_a_faulty_network_cost_no_token_and_no_block(layout: Layout,
     cluster.assert_nothing_left()
 
 
+def stall_some(cluster: Cluster, longest_s: float) -> None:
+    """Half of the workers do not run for a while, in the middle of whatever they do."""
+    world = cluster.world
+    for worker_id in world.rng.sample(sorted(cluster.workers), k=len(cluster.workers) // 2):
+        worker = cluster.workers[worker_id]
+        seconds = world.rng.uniform(0.1, longest_s)
+        world.at(world.rng.uniform(3.0, 6.0), partial(worker.stall, seconds))
+
+
+@pytest.mark.parametrize("longest_s", [4.0, 60.0])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("seed", range(4))
+def test_writers_that_stall_and_come_back_late_cost_no_token_and_no_block(
+    layout: Layout, seed: int, longest_s: float
+) -> None:
+    cluster = Cluster(seed, layout, LOSSY if seed % 2 else None)
+    stall_some(cluster, longest_s)
+    run(cluster)
+    cluster.assert_promises()
+    cluster.assert_nothing_left()
+
+
 def test_one_seed_replays_one_history() -> None:
     hashes = set()
     for _ in range(2):
