@@ -1,10 +1,10 @@
 """Who works on a request: placing it, and placing it again when its owner is lost."""
 
 import math
-from collections.abc import Callable
 
 from llmrt.broker.delivery import cancel_at_owner, fail, release_owner
-from llmrt.broker.placement import Candidate, choose
+from llmrt.broker.placement import LONGEST_PREFIX, choose
+from llmrt.broker.prefixes import prompt_pieces
 from llmrt.broker.registry import Worker
 from llmrt.broker.requests import Request
 from llmrt.broker.state import State, Timer
@@ -108,29 +108,43 @@ def _choose_owner(
     workers = state.workers.decoders(request.model, family=request.family, avoid=avoid)
     policy, cursor = state.settings.decode_policy, state.num_decode_choices
     state.num_decode_choices += 1
-    return _choose(state, policy, cursor, workers, state.workers.decode_candidate, now)
+    if len(workers) <= 1:
+        return workers[0] if workers else None
+    pieces = _pieces(request) if policy == LONGEST_PREFIX else ()
+    candidates = [state.workers.decode_candidate(worker, pieces, now) for worker in workers]
+    owner = state.workers.named(choose(policy, candidates, cursor).worker_id)
+    if owner is not None:
+        owner.prefixes.add(pieces)
+    return owner
 
 
-def _choose_prefiller(state: State, owner: Worker, now: float) -> Worker | None:
+def _choose_prefiller(state: State, request: Request, owner: Worker, now: float) -> Worker | None:
     workers = state.workers.prefillers(owner)
     # Each owner takes its own turns: two counters in step would always make the same pairs.
     policy, cursor = state.settings.prefill_policy, owner.num_prefill_choices
     owner.num_prefill_choices += 1
-    return _choose(state, policy, cursor, workers, state.workers.prefill_candidate, now)
-
-
-def _choose(
-    state: State,
-    policy: str,
-    cursor: int,
-    workers: list[Worker],
-    as_candidate: Callable[[Worker, float], Candidate],
-    now: float,
-) -> Worker | None:
     if len(workers) <= 1:
         return workers[0] if workers else None
-    chosen = choose(policy, [as_candidate(worker, now) for worker in workers], cursor)
-    return state.workers.named(chosen.worker_id)
+    pieces = _pieces(request) if policy == LONGEST_PREFIX else ()
+    candidates = [
+        # One that writes into the owner's blocks in place caches nothing itself.
+        state.workers.prefill_candidate(worker, () if _is_in_place(owner, worker) else pieces, now)
+        for worker in workers
+    ]
+    prefiller = state.workers.named(choose(policy, candidates, cursor).worker_id)
+    if prefiller is not None and not _is_in_place(owner, prefiller):
+        prefiller.prefixes.add(pieces)
+    return prefiller
+
+
+def _is_in_place(owner: Worker, prefiller: Worker) -> bool:
+    return owner.load.links.get(prefiller.name.worker_id) == "shm"
+
+
+def _pieces(request: Request) -> tuple[bytes, ...]:
+    if request.pieces is None:
+        request.pieces = prompt_pieces(request.frames)
+    return request.pieces
 
 
 def _dispatch(state: State, request: Request, owner: Worker, now: float) -> None:
@@ -139,7 +153,7 @@ def _dispatch(state: State, request: Request, owner: Worker, now: float) -> None
     request.attempt = Attempt(state.epoch, request.attempt.n + 1)
     request.stage, request.dispatched_at, request.num_unnamed = "waiting", now, 0
     _note_numerics(state, request, owner)
-    prefiller = _choose_prefiller(state, owner, now) if request.kind == GENERATE else None
+    prefiller = _choose_prefiller(state, request, owner, now) if request.kind == GENERATE else None
     request.prefill_worker = ""
     if prefiller is not None:
         prefiller.num_routed_prefills += 1

@@ -7,10 +7,11 @@ or a token id means; only they are paired, and only they continue each other's r
 that serve one model name may be of several families, but agree in all that decides the text.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from llmrt.broker.placement import Candidate, decode_load, prefill_load
+from llmrt.broker.prefixes import SeenPrefixes
 from llmrt.wire.envelope import encode_body, encode_header
 from llmrt.wire.errors import RegistrationRefused
 from llmrt.wire.ids import RequestId, WorkerId, WorkerName
@@ -18,6 +19,8 @@ from llmrt.wire.kv import KvContract, contract_fault, contract_mismatch, text_mi
 from llmrt.wire.messages import PEERS, Heartbeat, Load, Peer, Peers, Register
 
 ROLES = ("both", "prefill", "decode")
+# Loads as in `placement`: a quarter of the places, and two prompts.
+DECODE_SLACK, PREFILL_SLACK = 0.25, 2.0
 # A worker that missed one beat, half a beat of jitter granted, gets no new requests.
 STALE_BEATS = 1.5
 # All cards together must fit the body of one `peers` message.
@@ -46,6 +49,10 @@ class Worker:
     num_routed_prefills: int = 0
     num_prefill_choices: int = 0
     suspect_at: float | None = None
+    prefixes: SeenPrefixes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefixes = SeenPrefixes(self.card.num_blocks * self.card.contract.block_tokens)
 
     @property
     def can_decode(self) -> bool:
@@ -183,7 +190,8 @@ class Registry:
             if worker.suspect_at is None and worker.family == owner.family
         ]
 
-    def decode_candidate(self, worker: Worker, now: float) -> Candidate:
+    def decode_candidate(self, worker: Worker, pieces: Sequence[bytes], now: float) -> Candidate:
+        """`pieces` are those of the prompt."""
         load = worker.load
         num_used = load.num_blocks - load.num_free_blocks - load.num_cached_blocks
         return Candidate(
@@ -191,15 +199,20 @@ class Registry:
             decode_load(len(worker.requests), load.num_waiting, worker.card.max_running),
             pressure=num_used / max(1, load.num_blocks),
             is_stale=self.is_stale(worker, now),
+            overlap=worker.prefixes.overlap(pieces),
+            slack=DECODE_SLACK,
         )
 
-    def prefill_candidate(self, worker: Worker, now: float) -> Candidate:
+    def prefill_candidate(self, worker: Worker, pieces: Sequence[bytes], now: float) -> Candidate:
+        """`pieces` are those of the prompt, if it is computed in the worker's own arena."""
         load = worker.load
         return Candidate(
             worker.name.worker_id,
             prefill_load(load.num_running + load.num_waiting, worker.num_routed_prefills),
             pressure=load.num_waiting_tokens,
             is_stale=self.is_stale(worker, now),
+            overlap=worker.prefixes.overlap(pieces),
+            slack=PREFILL_SLACK,
         )
 
     def is_stale(self, worker: Worker, now: float) -> bool:

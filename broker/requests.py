@@ -162,7 +162,8 @@ class Request(msgspec.Struct, eq=False, gc=False):
 
     `family` and `numerics_id` are those of the worker whose tokens were passed on. `num_unnamed`
     counts heartbeats of the owner in a row that did not name the request. `admitted_unix_s` is the
-    time that a chat template may show, the same for every owner.
+    time that a chat template may show, the same for every owner. `pieces` are hashes of the prompt,
+    made when they are first needed.
     """
 
     request_id: RequestId
@@ -188,6 +189,7 @@ class Request(msgspec.Struct, eq=False, gc=False):
     num_losses: int = 0
     num_kills: int = 0
     first_token_at: float | None = None
+    pieces: tuple[bytes, ...] | None = None
 
     def asks(self, frames: list[bytes]) -> bool:
         """Whether a repeat with these frames behind its header wants the same."""

@@ -66,6 +66,8 @@ def _worker_row(state: State, worker: Worker, now: float) -> WorkerRow:
         num_accepted=load.num_accepted,
         num_checksum_mismatches=load.num_checksum_mismatches,
         num_fenced=load.num_fenced,
+        num_handed_over=load.num_handed_over,
+        handover_s=round(load.handover_s, 6),
         num_quarantined_blocks=load.num_quarantined_blocks,
         num_seal_mismatches=load.num_seal_mismatches,
         refusals={

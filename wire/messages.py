@@ -182,6 +182,8 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     num_checksum_mismatches: int = 0
     num_seal_mismatches: int = 0
     num_fenced: int = 0
+    num_handed_over: int = 0
+    handover_s: float = 0.0
     num_quarantined_blocks: int = 0
     refusals: dict[str, str] = {}
 
@@ -237,7 +239,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     `kv_bytes_read` were copied out of other workers' arenas; a hand-over in place copies none.
     `num_checksum_mismatches` counts reads and grants that did not hold what their writer had, and
     `num_seal_mismatches` cached blocks that had changed when they were to be used again.
-    `num_fenced` writers were ended by force.
+    `num_fenced` writers were ended by force. `num_handed_over` prompts were computed in place for
+    other workers; `handover_s` sums the time from the return of the last step of each until its
+    owner had answered that it goes on.
     `steps_s` sums the time from the return of a step to that of the next one, where the next one
     could start at once; `python_s` is what of it was not spent in the model's computation.
     `num_drafted` tokens were guessed by speculative decoding, `num_accepted` of them rightly; the
@@ -261,6 +265,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_checksum_mismatches: int = 0
     num_seal_mismatches: int = 0
     num_fenced: int = 0
+    num_handed_over: int = 0
+    handover_s: float = 0.0
     steps_s: float = 0.0
     python_s: float = 0.0
     links: dict[str, str] = {}

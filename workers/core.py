@@ -409,6 +409,8 @@ class WorkerCore:
             num_accepted=scheduler.drafting.num_accepted,
             kv_bytes_read=self._owned.grants.num_blocks_read * self._block_bytes,
             num_checksum_mismatches=self._context.counters["checksum_mismatches"],
+            num_handed_over=self._offered.num_handed_over,
+            handover_s=self._offered.handover_s,
             num_fenced=self._context.counters["writers_fenced"],
             num_seal_mismatches=ledger.num_bad_seals,
             steps_s=self._clock.steps_s,

@@ -36,6 +36,7 @@ class OfferedPrefill:
     deadline: float | None
     received_at: float
     started_at: float | None = None
+    returned_at: float | None = None
     lease_id: LeaseId | None = None
     leased_blocks: "array[int]" = field(default_factory=lambda: array("I"))
     num_complete: int = 0

@@ -46,6 +46,8 @@ class OfferedPrefills:
         self._by_sequence: dict[SequenceId, OfferedPrefill] = {}
         self._hashing: dict[int, OfferedPrefill] = {}
         self._ended: Tombstones[Key] = Tombstones()
+        self.num_handed_over = 0
+        self.handover_s = 0.0
 
     # -- messages of the owner ---------------------------------------------------------------
 
@@ -95,6 +97,9 @@ class OfferedPrefills:
         """The owner has the commit."""
         offered = self._offers.get((sender, grant_id))
         if offered is not None and offered.commit is not None and offered.is_grant:
+            assert offered.returned_at is not None
+            self.num_handed_over += 1
+            self.handover_s += self._context.now - offered.returned_at
             self._drop(offered)
 
     def lease_confirm(self, sender: WorkerName, header: Header, ref: m.LeaseRef) -> None:
@@ -176,6 +181,7 @@ class OfferedPrefills:
         offered = self._by_sequence.get(sequence.sequence_id)
         if offered is None:
             return False
+        offered.returned_at = returned_at
         started_at = offered.started_at if offered.started_at is not None else returned_at
         offered.commit = m.Commit(
             grant_id=offered.grant_id,

@@ -43,13 +43,53 @@ def test_a_dispatch_carries_the_clients_frames_untouched(rig: Rig) -> None:
     assert len(sent.frames) == 4
 
 
-@pytest.mark.parametrize("policy", ["round-robin", "least-loaded"])
+@pytest.mark.parametrize("policy", ["round-robin", "least-loaded", "longest-prefix"])
 def test_requests_spread_over_equal_workers(make_rig: Callable[..., Rig], policy: str) -> None:
     rig = make_rig(decode_policy=policy, max_live=1000)
     for name in ("b0", "b1"):
         rig.register(name)
     owners = Counter(dispatched([*rig.generate(number)]).to for number in range(100))
     assert all(40 <= owners[name] <= 60 for name in (b"b0", b"b1"))
+
+
+def test_a_prompt_goes_where_its_start_was_computed(rig: Rig) -> None:
+    for name in ("b0", "b1", "b2"):
+        rig.register(name)
+    chats = {bytes([letter]) * 4096: b"" for letter in b"abc"}
+    for number, prompt in enumerate(chats):
+        chats[prompt] = dispatched([*rig.generate(number, prompt=prompt)]).to
+    assert len(set(chats.values())) == 3
+    for number, (prompt, owner) in enumerate(reversed(chats.items()), 10):
+        longer = prompt + b"more"
+        assert dispatched([*rig.generate(number, prompt=longer)]).to == owner
+
+
+def test_a_worker_is_not_buried_under_one_prefix(rig: Rig) -> None:
+    for name in ("b0", "b1"):
+        rig.register(name)
+    owners = Counter(
+        dispatched([*rig.generate(number, prompt=b"p" * 4096)]).to for number in range(40)
+    )
+    assert min(owners.values()) >= 10
+
+
+@pytest.mark.parametrize(("transport", "num_workers"), [("tcp", 1), ("shm", 2)])
+def test_a_prefill_worker_that_keeps_its_blocks_gets_the_prefix_again(
+    rig: Rig, transport: str, num_workers: int
+) -> None:
+    """One that writes into its owner's blocks keeps nothing: they take turns."""
+    rig.register("d0", "decode")
+    for name in ("p0", "p1"):
+        rig.register(name, "prefill")
+    rig.heartbeat("d0", links={"p0": transport, "p1": transport})
+    chosen = set()
+    for number in range(4):
+        sent = dispatched([*rig.generate(number, prompt=b"p" * 4096)])
+        chosen.add(sent.route.prefill_worker)
+        rig.client(m.CANCEL, number)
+        rig.heartbeat("p0")
+        rig.heartbeat("p1")
+    assert len(chosen) == num_workers
 
 
 def test_the_idle_worker_is_chosen_after_all_requests_were_cancelled(rig: Rig) -> None:

@@ -25,6 +25,24 @@ def chosen(policy: str, candidates: list[Candidate], num_choices: int = 1) -> li
     return [choice.worker_id for choice in choices]
 
 
+def test_the_longest_prefix_wins_until_its_worker_is_much_busier() -> None:
+    def seen(name: str, load: float, overlap: int) -> Candidate:
+        return Candidate(WorkerId(name), load, overlap=overlap, slack=0.25)
+
+    policy = "longest-prefix"
+    assert chosen(policy, [seen("a", 0.1, 8), seen("b", 0.0, 0)]) == ["a"]
+    assert chosen(policy, [seen("a", 0.1, 8), seen("b", 0.2, 9)]) == ["b"]
+    assert chosen(policy, [seen("a", 0.3, 8), seen("b", 0.0, 0)]) == ["b"]
+    # 1 of 8 pieces is worth an eighth of the slack.
+    assert chosen(policy, [seen("a", 0.03, 1), seen("b", 0.0, 0)]) == ["a"]
+    assert chosen(policy, [seen("a", 0.04, 1), seen("b", 0.0, 0)]) == ["b"]
+    # Nobody has seen it: the least loaded, in turns.
+    assert chosen(policy, [seen("a", 0.1, 0), seen("b", 0.0, 0)]) == ["b"]
+    assert chosen(policy, [seen("a", 0.0, 0), seen("b", 0.0, 0)], 3) == ["a", "b", "a"]
+    # Both have seen as much.
+    assert chosen(policy, [seen("a", 0.1, 4), seen("b", 0.0, 4)]) == ["b"]
+
+
 def test_round_robin_takes_turns_whatever_the_load() -> None:
     workers = [candidate("a", 9), candidate("b"), candidate("c", 3)]
     assert chosen("round-robin", workers, 5) == ["a", "b", "c", "a", "b"]
