@@ -486,7 +486,7 @@ def test_a_lost_hello_is_asked_for_again(make_worker: Any, link: Any) -> None:
         arena_generation=3,
         num_blocks=64,
         arena_socket="/arena",
-        bulk="b",
+        bulk=("tcp://b",),
         contract=owner.settings.contract,
         process=owner.settings.process,
     )
