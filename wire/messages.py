@@ -338,7 +338,8 @@ class PeerHello(msgspec.Struct, frozen=True, kw_only=True):
     """First message on a link, both ways.
 
     `bulk` are the addresses where the receiver, and nobody else, may read the sender's arena; the
-    scheme of each names its transport. A hello that is no answer and comes again is answered: the first answer was lost.
+    scheme of each names its transport. A hello that is no answer and comes again is answered: the
+    first answer was lost.
     """
 
     worker_id: str
