@@ -33,6 +33,7 @@ class Layout:
     num_prefill: int = 0
     num_decode: int = 0
     transfer: str = "auto"
+    checksums: str = "auto"
     num_blocks: int = 48
     max_context: int = 512
     stream_interval_s: float = 0.0
@@ -84,6 +85,7 @@ class Cluster:
             name,
             role,
             transfer=self.layout.transfer,
+            checksums=self.layout.checksums,
             num_blocks=self.layout.num_blocks,
             stream_interval_s=self.layout.stream_interval_s,
             num_drafts=self.layout.num_drafts,

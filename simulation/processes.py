@@ -157,6 +157,7 @@ class SimWorker(Process):
         role: str,
         *,
         transfer: str,
+        checksums: str,
         num_blocks: int,
         stream_interval_s: float,
         num_drafts: int,
@@ -189,6 +190,7 @@ class SimWorker(Process):
             arena_socket=self.arena.name,
             broker="sim",
             transfer=transfer,
+            checksums=checksums,
             stream_interval_s=stream_interval_s,
         )
         core = WorkerCore(settings, self.scheduler, SimVocabulary())

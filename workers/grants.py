@@ -162,8 +162,9 @@ class OutgoingGrants:
                 self._links.avoid(opened.peer)
                 opened.abandon(f"the prefill worker said nothing for {SILENCE_S:g} s")
                 self._settle(opened)
-        for opened in self._open.values():
+        for opened in list(self._open.values()):
             opened.beat()
+            self._settle(opened)
 
     def __len__(self) -> int:
         return len(self._open)
