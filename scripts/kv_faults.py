@@ -186,15 +186,21 @@ def _hashes(prompt: "array[int]") -> list[bytes]:
 # Names of another life
 
 
+GENERATION_OF: dict[str, tuple[str, type[msgspec.Struct]]] = {
+    "chunk": (m.CHUNK, m.Chunk),
+    "confirm": (m.LEASE_CONFIRM, m.LeaseRef),
+    "offer": (m.OFFER, m.Offer),
+}
+
+
 async def stale_generation(pairs: Pairs, rng: random.Random) -> None:
     other = rng.choice((0, 1, 2, 4, 2**32, 2**63))
-    kind = rng.choice(("chunk", "read", "confirm", "offer"))
+    kind = rng.choice((*GENERATION_OF, "read"))
     pair = pairs.in_place if kind == "offer" else pairs.leased
     if kind == "read":
         pair.on_read = lambda read: _replaced(read, generation=other)
     else:
-        kinds = {"chunk": (m.CHUNK, m.Chunk), "confirm": (m.LEASE_CONFIRM, m.LeaseRef)}
-        name, body = kinds.get(kind, (m.OFFER, m.Offer))
+        name, body = GENERATION_OF[kind]
         pair.tap = changes(name, lambda frames: replaced(frames, body, arena_generation=other))
     await run(pair, pairs.new_request(), new_prompt(rng))
 
