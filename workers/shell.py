@@ -160,9 +160,11 @@ class WorkerShell:
             case do.AttachArena():
                 self._spawn(self._attach(effect))
             case do.DetachArena(owner):
-                # Behind the running step, which may still name it.
+                # Behind the running step and the last hash, which may still name it.
                 detached = self._step_thread.call(self._detach, owner)
-                detached.add_done_callback(lambda _: self._call_soon(self._unmap, owner))
+                detached.add_done_callback(
+                    lambda _: self._hash_thread.submit(self._call_soon, self._unmap, owner)
+                )
             case do.ReadBlocks():
                 self._spawn(self._read(effect))
             case do.HashBlocks():
