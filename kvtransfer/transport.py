@@ -2,7 +2,7 @@
 
 The owner of an arena has one exporter per transport; it tells each peer an address of its own over
 the control link. The peer makes a reader of that address. Every transport behaves alike:
-`tests/kvtransfer/conformance` says how.
+`tests/kvtransfer/test_transports.py` says how.
 """
 
 from collections.abc import Callable, Sequence

@@ -42,6 +42,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     m.LEASE_RELEASE: m.LeaseRef,
     m.LEASE_RENEW: m.LeaseRef,
     m.MAP_FAILED: m.Failure,
+    m.LINKED: m.Linked,
 }
 
 
