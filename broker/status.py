@@ -2,6 +2,8 @@
 
 from itertools import islice
 
+from msgspec.structs import replace
+
 from llmrt.broker.registry import Worker
 from llmrt.broker.requests import Request
 from llmrt.broker.state import State
@@ -12,6 +14,8 @@ from llmrt.wire.messages import PsReply, RequestRow, WorkerRow
 MAX_WORKER_ROWS = 1000
 MAX_REQUEST_ROWS = 1000
 MAX_LINKS = 64
+# A row of a link is some 400 bytes: of many workers, some are left out.
+MAX_LINK_ROWS = 1024
 MAX_REFUSALS, MAX_REASON_CHARS = 4, 200
 
 
@@ -74,7 +78,18 @@ def _worker_row(state: State, worker: Worker, now: float) -> WorkerRow:
             peer: reason[:MAX_REASON_CHARS]
             for peer, reason in islice(load.refusals.items(), MAX_REFUSALS)
         },
+        link_rows={
+            peer: replace(row, why_not=_short(row.why_not), numa=row.numa[:MAX_REASON_CHARS])
+            for peer, row in islice(
+                load.link_rows.items(), min(MAX_LINKS, MAX_LINK_ROWS // len(state.workers))
+            )
+        },
     )
+
+
+def _short(reasons: dict[str, str]) -> dict[str, str]:
+    first = islice(reasons.items(), MAX_REFUSALS)
+    return {name[:16]: reason[:MAX_REASON_CHARS] for name, reason in first}
 
 
 def _state_of(state: State, worker: Worker, now: float) -> str:

@@ -11,6 +11,7 @@ from llmrt.cli.chat import chat
 from llmrt.cli.config import unknown_variables
 from llmrt.cli.doctor import doctor
 from llmrt.cli.generate import generate
+from llmrt.cli.links import links
 from llmrt.cli.ps import ps
 from llmrt.cli.run import run
 from llmrt.cli.up import up
@@ -26,7 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, up, generate, chat, ps, broker, worker, doctor, version):
+for command in (run, up, generate, chat, ps, links, broker, worker, doctor, version):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

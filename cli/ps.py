@@ -1,12 +1,12 @@
 """`llmrt ps`: workers and requests as the broker sees them now."""
 
 import json
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from llmrt.cli.options import BrokerOption, JsonOption, endpoint
+from llmrt.cli.tables import columns
 
 if TYPE_CHECKING:
     from llmrt.wire.messages import PsReply
@@ -90,7 +90,7 @@ def table(reply: "PsReply") -> str:
         "BEAT",
         "LINKS",
     )
-    parts = [_columns(heads, workers)]
+    parts = [columns(heads, workers)]
     refusals = [
         f"link of {row.worker_id} to {peer} is refused: {reason}"
         for row in reply.workers
@@ -116,15 +116,6 @@ def table(reply: "PsReply") -> str:
         parts.append("\n".join(writers))
     if requests:
         heads_of_requests = ("REQUEST", "STAGE", "DECODE", "PREFILL", "TOKENS", "AGE")
-        parts.append(_columns(heads_of_requests, requests))
+        parts.append(columns(heads_of_requests, requests))
     parts.append(f"up {reply.uptime_s:.0f} s {counters}".rstrip())
     return "\n\n".join(parts)
-
-
-def _columns(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )

@@ -1,190 +1,142 @@
-"""Reads a peer's blocks over plain TCP into an arena of ours, without a copy in between."""
+"""Reads a peer's blocks over plain TCP into our arena, without a copy in between.
+
+A read is divided over the connections that are free, each on a thread of its own.
+"""
 
 import asyncio
 import contextlib
-import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from urllib.parse import urlsplit
+from itertools import pairwise
 
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.layout import block_views
-from llmrt.kvtransfer.tcp_frames import (
-    ANSWER,
-    HELLO,
-    MAGIC,
-    MAX_REASON_BYTES,
-    OK,
-    REQUEST,
-    TOKEN_BYTES,
-    receive_bytes,
-    receive_views,
-    send_views,
-)
+from llmrt.kvtransfer.tcp_connection import Part, TcpAddress, TcpConnection
+from llmrt.kvtransfer.tcp_frames import REQUEST
+from llmrt.kvtransfer.transport import LinkOptions
 from llmrt.wire.arrays import pack_u32
-from llmrt.wire.errors import ProtocolError, TransferFailed
 from llmrt.wire.ids import BlockId, LeaseId
 
-
-@dataclass(slots=True)
-class _Call:
-    """One read on its thread. `deadline` is on the monotonic clock."""
-
-    request: bytes
-    views: list[memoryview]
-    deadline: float
-    is_cancelled: bool = False
-
-    def wait(self, sock: socket.socket) -> None:
-        remaining_s = self.deadline - time.monotonic()
-        if self.is_cancelled:
-            raise ConnectionAbortedError("the read was given up")
-        if remaining_s <= 0:
-            raise TimeoutError
-        sock.settimeout(remaining_s)
+# Less than this is faster over one connection than divided.
+MIN_PART_BYTES = 4 << 20
 
 
-class BulkReader:
-    """A connection to a peer's `BulkServer`, made at the first read and again after a failure.
+class TcpReader:
+    """A bounded pool of connections to a peer's `TcpExporter`, made as they are needed.
 
-    One read at a time, on a thread of its own. `url` is what the server's `url_for` returned.
-    Raises `ProtocolError` if it is no such URL.
+    Raises `ProtocolError` if `address` is none of such an exporter.
     """
 
-    def __init__(self, url: str) -> None:
-        self._host, self._port, self._token = _parse(url)
-        self._sock: socket.socket | None = None
-        self._call: _Call | None = None
-        self._lock = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-read")
+    def __init__(self, address: str, arena: Arena, options: LinkOptions) -> None:
+        self._address = TcpAddress.parse(address)
+        self._arena = arena
+        self._connections = [
+            TcpConnection(self._address, options) for _ in range(options.connections)
+        ]
+        # The one that was used last comes first: it is connected already.
+        self._free: asyncio.LifoQueue[TcpConnection] = asyncio.LifoQueue()
+        for connection in self._connections:
+            self._free.put_nowait(connection)
+        self._is_closing = False
+        self._under_way: dict[Part, TcpConnection] = {}
+        self._threads = ThreadPoolExecutor(options.connections, thread_name_prefix="kv-read")
 
     async def read(
         self,
         lease: LeaseId,
         generation: int,
         src_blocks: Sequence[BlockId],
-        dst_arena: Arena,
         dst_blocks: Sequence[BlockId],
         *,
         timeout_s: float,
     ) -> None:
-        """Copy `src_blocks` of the peer's arena into `dst_blocks`, in that order.
-
-        Returns when all bytes are there and the lease held until the last was sent. Raises
-        `TransferFailed` if the peer refuses, dies, or takes longer than `timeout_s`. Either way,
-        and when cancelled, nothing writes to `dst_blocks` afterwards.
-        """
+        """As `BlockReader` says; the lease held until the last byte of each part was sent."""
+        arena = self._arena
         assert len(src_blocks) == len(dst_blocks) > 0, (len(src_blocks), len(dst_blocks))
-        assert 0 <= min(dst_blocks) <= max(dst_blocks) < dst_arena.num_blocks, dst_blocks
-        block_bytes = dst_arena.block_bytes
-        call = _Call(
-            REQUEST.pack(generation, lease, block_bytes, len(src_blocks)) + pack_u32(src_blocks),
-            block_views(dst_arena.buffer, block_bytes, dst_blocks),
-            deadline=time.monotonic() + timeout_s,
-        )
+        assert 0 <= min(dst_blocks) <= max(dst_blocks) < arena.num_blocks, dst_blocks
+        deadline = time.monotonic() + timeout_s
+        taken = await self._take(len(src_blocks), timeout_s)
+        parts = {
+            self._part(
+                lease, generation, src_blocks[share], dst_blocks[share], deadline
+            ): connection
+            for connection, share in zip(taken, _shares(len(src_blocks), len(taken)), strict=True)
+        }
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._lock.acquire()
+            await self._read(parts)
         except TimeoutError:
-            raise self._failed(f"earlier reads took {timeout_s:g} s") from None
-        try:
-            self._call = call
-            await self._run(call)
-        except TimeoutError:
-            raise self._failed(f"it took longer than {timeout_s:g} s") from None
+            raise self._address.failed(f"it took longer than {timeout_s:g} s") from None
         except OSError as error:
-            raise self._failed(error.strerror or str(error)) from None
+            raise self._address.failed(error.strerror or str(error)) from None
         finally:
-            self._call = None
-            self._lock.release()
+            for connection in taken:
+                self._free.put_nowait(connection)
 
     async def close(self) -> None:
-        """Hang up; a read that goes on fails. Returns when its thread has ended."""
-        if self._call is not None:
-            self._give_up(self._call)
-        async with self._lock:
-            self._disconnect()
-            self._thread.shutdown()
+        """Hang up; reads that go on fail. Returns when all threads have ended."""
+        self._is_closing = True
+        self._give_up(self._under_way)
+        await asyncio.to_thread(self._threads.shutdown)
+        for connection in self._connections:
+            connection.close()
 
-    async def _run(self, call: _Call) -> None:
-        """Run `call` on the thread; when cancelled, wait until the thread has let go."""
-        done = asyncio.get_running_loop().run_in_executor(self._thread, self._read, call)
+    def _part(
+        self,
+        lease: LeaseId,
+        generation: int,
+        src_blocks: Sequence[BlockId],
+        dst_blocks: Sequence[BlockId],
+        deadline: float,
+    ) -> Part:
+        arena = self._arena
+        request = REQUEST.pack(generation, lease, arena.block_bytes, len(src_blocks))
+        views = block_views(arena.buffer, arena.block_bytes, dst_blocks)
+        return Part(request + pack_u32(src_blocks), views, deadline)
+
+    async def _take(self, num_blocks: int, timeout_s: float) -> list[TcpConnection]:
+        """Connections for a read: one if need be with patience, more if they are free."""
         try:
-            await asyncio.shield(done)
-        except asyncio.CancelledError:
-            self._give_up(call)
-            while not done.done():
+            async with asyncio.timeout(timeout_s):
+                taken = [await self._free.get()]
+        except TimeoutError:
+            raise self._address.failed(f"earlier reads took {timeout_s:g} s") from None
+        if self._is_closing:
+            self._free.put_nowait(taken[0])
+            raise self._address.failed("the link is closed")
+        most = min(num_blocks, num_blocks * self._arena.block_bytes // MIN_PART_BYTES)
+        while len(taken) < most and not self._free.empty():
+            taken.append(self._free.get_nowait())
+        return taken
+
+    async def _read(self, parts: dict[Part, TcpConnection]) -> None:
+        """Read all parts. If one fails, or when cancelled, give up and wait for the others."""
+        loop = asyncio.get_running_loop()
+        self._under_way.update(parts)
+        reads = [
+            loop.run_in_executor(self._threads, connection.read, part)
+            for part, connection in parts.items()
+        ]
+        first: BaseException | None = None
+        try:
+            done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_EXCEPTION)
+            first = next((error for read in done if (error := read.exception())), None)
+        finally:
+            self._give_up(part for part, read in zip(parts, reads, strict=True) if not read.done())
+            while not all(read.done() for read in reads):
                 with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([done])
-            done.exception()
-            raise
+                    await asyncio.wait(reads)
+            for part, read in zip(parts, reads, strict=True):
+                read.exception()
+                del self._under_way[part]
+        if first is not None:
+            raise first
 
-    def _give_up(self, call: _Call) -> None:
-        call.is_cancelled = True
-        sock = self._sock
-        if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-    # On the thread
-
-    def _read(self, call: _Call) -> None:
-        try:
-            sock = self._sock or self._connect(call)
-            send_views(sock, [memoryview(call.request)], call.wait)
-            reason = self._receive_answer(sock, call, sum(map(len, call.views)))
-            if reason is None:
-                receive_views(sock, call.views, call.wait)
-                reason = self._receive_answer(sock, call, 0)
-        except BaseException:
-            # The stream is somewhere inside a frame.
-            self._disconnect()
-            raise
-        if reason is not None:
-            raise self._failed(reason)
-
-    def _connect(self, call: _Call) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        sock = self._sock = socket.socket(family, socket.SOCK_STREAM)
-        call.wait(sock)
-        sock.connect((self._host, self._port))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        send_views(sock, [memoryview(HELLO.pack(MAGIC, self._token))], call.wait)
-        reason = self._receive_answer(sock, call, 0)
-        if reason is not None:
-            raise self._failed(reason)
-        return sock
-
-    def _receive_answer(self, sock: socket.socket, call: _Call, num_bytes: int) -> str | None:
-        """None if the peer agrees and sends `num_bytes` next; otherwise why it refuses."""
-        status, length = ANSWER.unpack(receive_bytes(sock, ANSWER.size, call.wait))
-        if status == OK and length == num_bytes:
-            return None
-        if status == OK or length > MAX_REASON_BYTES:
-            raise ConnectionAbortedError(
-                f"it answered {status} with {length} bytes; {num_bytes} are expected"
-            )
-        return receive_bytes(sock, length, call.wait).decode(errors="replace")
-
-    def _disconnect(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
-
-    def _failed(self, reason: str) -> TransferFailed:
-        return TransferFailed(f"KV could not be read from {self._host}:{self._port}: {reason}")
+    def _give_up(self, parts: Iterable[Part]) -> None:
+        for part in list(parts):
+            self._under_way[part].give_up(part)
 
 
-def _parse(url: str) -> tuple[str, int, bytes]:
-    try:
-        parts = urlsplit(url)
-        token = bytes.fromhex(parts.path.removeprefix("/"))
-        if parts.scheme == "tcp" and parts.hostname and parts.port and len(token) == TOKEN_BYTES:
-            return parts.hostname, parts.port, token
-    except ValueError:
-        pass
-    raise ProtocolError(
-        f"the peer's bulk address is no tcp://HOST:PORT/TOKEN (it has {len(url)} characters)"
-    )
+def _shares(count: int, num_shares: int) -> list[slice]:
+    ends = [i * count // num_shares for i in range(num_shares + 1)]
+    return [slice(first, last) for first, last in pairwise(ends)]

@@ -269,6 +269,9 @@ class SimWorker(Process):
                 world.after(0.0, lambda: self._detach(owner))
             case do.ReadBlocks():
                 world.after(world.rng.uniform(0, 0.01), lambda: self._read(effect))
+            case do.ProbeLink(probe_id):
+                probed = ev.LinkProbed(probe_id, 1e9, 1e-5, "one node")
+                world.after(world.rng.uniform(0, 0.01), lambda: self.handle(probed))
             case do.HashBlocks():
                 world.after(world.rng.uniform(0, 0.002), lambda: self._hash(effect))
             case do.Log(event_name, _, fields):
@@ -278,7 +281,7 @@ class SimWorker(Process):
                 cluster.kill(self)
             case do.ConnectPeer(peer):
                 name = WorkerName(WorkerId(peer.worker_id), peer.epoch)
-                connected = ev.PeerConnected(name, self.arena.name)
+                connected = ev.PeerConnected(name, (f"tcp://{self.arena.name}",))
                 world.after(0.001, lambda: self.handle(connected))
             case do.ForgetPeer() | do.Ready():
                 pass

@@ -53,6 +53,7 @@ LEASE_CONFIRM = "lease_confirm"  # LeaseRef
 LEASE_CONFIRMED = "lease_confirmed"  # LeaseState
 LEASE_RELEASE = "lease_release"  # LeaseRef
 MAP_FAILED = "map_failed"  # Failure: the sender cannot map the receiver's arena
+LINKED = "linked"  # Linked
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +153,21 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
+class LinkRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One link of a worker: what its probe found, 0 where nothing was measured.
+
+    `recent_bytes_per_s` is the rate of large reads since. `numa` says how arena and threads lie;
+    `why_not` has the reason for each better transport that is not used.
+    """
+
+    transport: str
+    bytes_per_s: float = 0.0
+    latency_s: float = 0.0
+    recent_bytes_per_s: float = 0.0
+    numa: str = ""
+    why_not: dict[str, str] = {}
+
+
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """One worker as `ps` shows it.
 
@@ -186,6 +202,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     handover_s: float = 0.0
     num_quarantined_blocks: int = 0
     refusals: dict[str, str] = {}
+    link_rows: dict[str, LinkRow] = {}
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,7 +263,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     could start at once; `python_s` is what of it was not spent in the model's computation.
     `num_drafted` tokens were guessed by speculative decoding, `num_accepted` of them rightly; the
     latter are among `num_decode_tokens`. `links` are transports by peer, `refusals` the reasons for
-    the first few of those that are refused.
+    the first few of those that are refused, `link_rows` what is known of the first few.
     """
 
     num_running: int = 0
@@ -271,6 +288,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     python_s: float = 0.0
     links: dict[str, str] = {}
     refusals: dict[str, str] = {}
+    link_rows: dict[str, LinkRow] = {}
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -317,9 +335,11 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PeerHello(msgspec.Struct, frozen=True, kw_only=True):
-    """First message on a link, both ways. `bulk` is where the sender's arena can be read.
+    """First message on a link, both ways.
 
-    One that is no answer and comes again is answered: the first answer was lost.
+    `bulk` are the addresses where the receiver, and nobody else, may read the sender's arena; the
+    scheme of each names its transport. A hello that is no answer and comes again is answered: the
+    first answer was lost.
     """
 
     worker_id: str
@@ -327,9 +347,18 @@ class PeerHello(msgspec.Struct, frozen=True, kw_only=True):
     arena_generation: int
     num_blocks: int
     arena_socket: str
-    bulk: str
+    bulk: tuple[str, ...]
     contract: KvContract
     process: ProcessName
+    is_answer: bool = False
+
+
+class Linked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the sender's probe of this link has found; one without `latency_s` is answered."""
+
+    transport: str
+    bytes_per_s: float = 0.0
+    latency_s: float = 0.0
     is_answer: bool = False
 
 

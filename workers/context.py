@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -20,9 +20,10 @@ from llmrt.workers.effects import Effect, Log, SendBroker, SendPeer
 class CoreSettings:
     """Facts about this worker that do not change while it lives.
 
-    `max_context` bounds prompt and generated tokens of a request. `transfer` is auto, shm or
-    tcp; `placement` auto, local or remote; `checksums` auto (full for leases, off in place), off,
-    sampled or full. Tokens of a request that come within `stream_interval_s` leave together.
+    `max_context` bounds prompt and generated tokens of a request. `transfer` is auto, shm or one of
+    `transports`, those of bulk links, best first; `why_no_transport` has those that cannot be used
+    here. `placement` is auto, local or remote; `checksums` auto (full for leases, off in place),
+    off, sampled or full. Tokens of a request that come within `stream_interval_s` leave together.
     `has_fencing` allows to end silent writers by force. `broker` is for texts only. Times in
     seconds.
     """
@@ -48,6 +49,8 @@ class CoreSettings:
     lease_renew_s: float = 5.0
     stream_interval_s: float = 0.0
     has_fencing: bool = True
+    transports: tuple[str, ...] = ("tcp",)
+    why_no_transport: dict[str, str] = field(default_factory=dict)
 
     @property
     def does_decode(self) -> bool:

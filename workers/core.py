@@ -140,6 +140,8 @@ class WorkerCore:
                 self._context.log("peer.unreachable", "debug", peer=peer.worker_id)
             case ev.BlocksRead(read_id, failure):
                 self._owned.grants.blocks_read(read_id, failure)
+            case ev.LinkProbed():
+                self._links.probed(event)
             case ev.BlocksHashed(hash_id, checksums):
                 if not self._offered.hashed(hash_id, checksums):
                     self._owned.grants.blocks_hashed(hash_id, checksums)
@@ -332,6 +334,7 @@ class WorkerCore:
             m.MAP_FAILED: with_body(
                 m.Failure, lambda s, h, b: self._links.map_failed(s, b.message)
             ),
+            m.LINKED: with_body(m.Linked, lambda s, h, b: self._links.told(s, b)),
             m.OFFER: self._offer,
             m.WITHDRAW: with_body(m.GrantRef, lambda s, h, b: offered.withdrawn(s, h, b.grant_id)),
             m.COMMITTED: with_body(m.GrantRef, lambda s, h, b: offered.committed(s, b.grant_id)),
@@ -417,4 +420,5 @@ class WorkerCore:
             python_s=self._clock.python_s,
             links=self._links.transports(),
             refusals=self._links.refusals(),
+            link_rows=self._links.rows(),
         )

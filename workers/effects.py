@@ -101,6 +101,21 @@ class ReadBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeLink:
+    """Measure the link to `owner`; comes back as `LinkProbed`, always.
+
+    `address` is the owner's bulk endpoint, of whose arena as many blocks as `target` are read, or
+    `shm`: the owner's arena, which is mapped here.
+    """
+
+    probe_id: int
+    owner: WorkerName
+    address: str
+    generation: int
+    target: "array[int]"
+
+
+@dataclass(frozen=True, slots=True)
 class HashBlocks:
     """Hash `blocks` of `owner`'s arena, of ours if None; comes back as `BlocksHashed`."""
 
@@ -140,6 +155,7 @@ Effect = (
     | DetachArena
     | FenceWriter
     | ReadBlocks
+    | ProbeLink
     | HashBlocks
     | Log
     | Ready

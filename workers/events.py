@@ -70,10 +70,13 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
-    """The answer to `ConnectPeer`: messages can go out; `bulk` is where that peer may read ours."""
+    """The answer to `ConnectPeer`: messages can go out; that peer may read ours at `bulk`.
+
+    One that comes again has other addresses.
+    """
 
     peer: WorkerName
-    bulk: str
+    bulk: tuple[str, ...]
 
 
 class ArenaShape(NamedTuple):
@@ -137,6 +140,20 @@ class BlocksRead:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkProbed:
+    """The answer to `ProbeLink`: what was measured, or why the link does not work.
+
+    A latency of 0 was not measured. `numa` says how the arena and our threads lie.
+    """
+
+    probe_id: int
+    bytes_per_s: float = 0.0
+    latency_s: float = 0.0
+    numa: str = ""
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksHashed:
     """The answer to `HashBlocks`: a checksum per block, or none if the arena is mapped no more."""
 
@@ -165,6 +182,7 @@ Event = (
     | MapperDied
     | PeerUnreachable
     | BlocksRead
+    | LinkProbed
     | BlocksHashed
     | StopWanted
 )

@@ -126,7 +126,7 @@ class OutgoingGrants:
             self._settle(opened)
 
     def blocks_read(self, read_id: int, failure: m.Failure | None) -> None:
-        opened = self._reads.returned(read_id)
+        opened = self._reads.returned(read_id, is_good=failure is None)
         if opened is not None:
             opened.read(read_id, failure)
             self._settle(opened)

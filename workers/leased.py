@@ -40,14 +40,14 @@ class BlockReads:
         self._context = context
         self._links = links
         self._last_read_id = 0
-        self._under_way: dict[int, LeasedPrefill] = {}
+        self._under_way: dict[int, tuple[LeasedPrefill, int, float]] = {}
         self.num_blocks = 0
 
     def start(self, reader: "LeasedPrefill", part: Part) -> int:
         """Read a part of the peer's blocks into ours; returns the id of the read."""
         self._last_read_id += 1
         self.num_blocks += len(part.source)
-        self._under_way[self._last_read_id] = reader
+        self._under_way[self._last_read_id] = (reader, len(part.source), self._context.now)
         self._context.do(
             ReadBlocks(
                 self._last_read_id,
@@ -61,9 +61,16 @@ class BlockReads:
         )
         return self._last_read_id
 
-    def returned(self, read_id: int) -> "LeasedPrefill | None":
+    def returned(self, read_id: int, *, is_good: bool) -> "LeasedPrefill | None":
         """Whose read that was."""
-        return self._under_way.pop(read_id, None)
+        read = self._under_way.pop(read_id, None)
+        if read is None:
+            return None
+        reader, num_blocks, started_at = read
+        if is_good:
+            size_bytes = num_blocks * self._context.settings.contract.block_bytes
+            self._links.read_took(reader.peer, size_bytes, self._context.now - started_at)
+        return reader
 
     def arena_of(self, peer: WorkerName) -> ArenaShape | None:
         return self._links.arena_of(peer)

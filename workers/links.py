@@ -6,6 +6,7 @@ decode side's arena in its memory). Who sends what:
 
     broker  PEERS        -> both: connect to new peers, send PEER_HELLO
     peer    PEER_HELLO   -> compare contracts; a prefill worker maps the arena of the other
+    kernel  no mapping   -> the owner probes how it can read the arena of the prefill worker
     kernel  arena mapped -> the owner may grant
     kernel  mapper died  -> the owner ends its grants: no one else can write
 
@@ -13,7 +14,7 @@ A peer that the broker no longer lists gets no new offers. What it holds ends by
 by its confirmed death, never by the list: a restarted broker lists nobody at first.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from llmrt.wire import messages as m
@@ -21,13 +22,15 @@ from llmrt.wire.ids import WorkerId, WorkerName
 from llmrt.wire.kv import contract_fault, contract_mismatch
 from llmrt.workers.context import WorkerContext
 from llmrt.workers.effects import AttachArena, ConnectPeer, DetachArena, ForgetPeer
-from llmrt.workers.events import ArenaShape
+from llmrt.workers.events import ArenaShape, LinkProbed
+from llmrt.workers.probing import SHM, LinkProbes, LinkState
 
 GRANT, LEASE = "grant", "lease"
 AVOID_S = 10.0
 FORGET_S = 60.0
 # Of all peers that are refused, most have one reason.
 MAX_REFUSALS, MAX_REASON_CHARS = 4, 200
+MAX_ROWS = 64
 
 
 @dataclass(slots=True)
@@ -36,14 +39,15 @@ class PeerLink:
 
     peer: m.Peer
     is_listed: bool = True
-    bulk: str | None = None
+    bulk: tuple[str, ...] | None = None
     delisted_at: float = 0.0
     avoided_until: float = 0.0
     hello: m.PeerHello | None = None
     refusal: str | None = None
     maps_ours: bool = False
-    cannot_map_ours: str | None = None
+    cannot_map: str | None = None
     has_arena: bool = False
+    state: LinkState = field(default_factory=LinkState)
 
     @property
     def name(self) -> WorkerName:
@@ -58,6 +62,7 @@ class PeerLinks:
         self._links: dict[WorkerName, PeerLink] = {}
         # Hellos that came before the broker's list; bounded by the number of workers.
         self._early: dict[WorkerName, m.PeerHello] = {}
+        self._probes = LinkProbes(context, self._state_of)
         self.has_news = False
 
     def listed(self, peers: tuple[m.Peer, ...]) -> list[WorkerName]:
@@ -83,7 +88,7 @@ class PeerLinks:
             self._links[name].delisted_at = self._context.now
         return lost
 
-    def connected(self, name: WorkerName, bulk: str) -> None:
+    def connected(self, name: WorkerName, bulk: tuple[str, ...]) -> None:
         """Messages to `name` can go out; it may read our arena at `bulk`."""
         if link := self._links.get(name):
             link.bulk = bulk
@@ -99,6 +104,7 @@ class PeerLinks:
         if not hello.is_answer and link.bulk is not None:
             self._greet(sender, link.bulk, is_answer=True)
         if link.hello is not None:
+            self._greeted_again(sender, link, hello)
             return
         link.hello = hello
         self.has_news = True
@@ -114,8 +120,14 @@ class PeerLinks:
                 peer_epoch=sender.epoch,
                 error=link.refusal,
             )
-        elif context.settings.does_prefill_for_others and self._wants_mapping(hello):
-            context.do(AttachArena(sender, hello.arena_socket))
+        else:
+            link.cannot_map = self._why_not_shm(hello)
+            if link.cannot_map is not None:
+                self._cannot_map(sender, link, link.cannot_map)
+                if context.settings.does_prefill_for_others:
+                    self._send_map_failed(sender, link.cannot_map)
+            elif context.settings.does_prefill_for_others:
+                context.do(AttachArena(sender, hello.arena_socket))
 
     def arena_attached(self, owner: WorkerName, arena: ArenaShape) -> None:
         link = self._links.get(owner)
@@ -128,31 +140,43 @@ class PeerLinks:
             return
         self.has_news = True
         link.has_arena = True
-        self._context.log("peer.linked", peer=owner.worker_id, transport="shm")
+        self._probes.measure_mapping(owner, link.hello)
 
     def arena_refused(self, owner: WorkerName, reason: str) -> None:
+        if link := self._links.get(owner):
+            self._cannot_map(owner, link, reason)
         self._context.log("peer.map_failed", "warning", peer=owner.worker_id, error=reason)
-        failure = m.Failure(code="transfer_failed", message=reason)
-        self._context.send_peer(owner, m.MAP_FAILED, failure)
+        self._send_map_failed(owner, reason)
 
     def mapped(self, reader: WorkerName) -> None:
         if link := self._links.get(reader):
             self.has_news = True
             link.maps_ours = True
-            self._context.log("peer.linked", peer=reader.worker_id, transport="shm")
+            self._context.log("peer.linked", peer=reader.worker_id, transport=SHM)
 
     def map_failed(self, sender: WorkerName, reason: str) -> None:
         if link := self._links.get(sender):
             link.maps_ours = False
-            link.cannot_map_ours = reason
+            if link.cannot_map is not None:
+                return  # we said so first
+            self._context.log("peer.map_failed", "warning", peer=sender.worker_id, error=reason)
+            self._cannot_map(sender, link, reason)
+
+    # -- probes ------------------------------------------------------------------------------
+
+    def probed(self, event: LinkProbed) -> None:
+        if name := self._probes.done(event):
             self.has_news = True
-            self._context.log(
-                "peer.map_failed",
-                "warning",
-                peer=sender.worker_id,
-                error=reason,
-                transport=self.transport(sender),
-            )
+            link = self._links[name]
+            if link.hello is not None:
+                self._probes.go_on(name, link.hello)
+
+    def told(self, sender: WorkerName, linked: m.Linked) -> None:
+        self.has_news = True
+        self._probes.told(sender, linked)
+
+    def read_took(self, peer: WorkerName, size_bytes: int, duration_s: float) -> None:
+        self._probes.read_took(peer, size_bytes, duration_s)
 
     def forget(self, name: WorkerName) -> None:
         """The peer is dead: drop the link, and unmap its arena. Idempotent."""
@@ -178,10 +202,15 @@ class PeerLinks:
         ]
 
     def beat(self) -> None:
-        """Greet again whoever has not answered."""
+        """Greet again whoever has not answered, and probe again what did not work."""
         for name, link in self._links.items():
-            if link.is_listed and link.hello is None and link.bulk is not None:
-                self._greet(name, link.bulk)
+            if not link.is_listed:
+                continue
+            if link.hello is None:
+                if link.bulk is not None:
+                    self._greet(name, link.bulk)
+            elif self._must_read(link) and not link.state.address:
+                self._probes.beat(name, link.hello)
 
     def mode_to(self, name: WorkerName) -> str | None:
         """How `name` may prefill for us now: by grant, by lease, or not."""
@@ -190,10 +219,9 @@ class PeerLinks:
             return None
         if self._context.now < link.avoided_until:
             return None
-        if link.maps_ours:
+        if link.maps_ours and link.cannot_map is None:
             return GRANT
-        transport = self.transport(name)
-        return LEASE if transport == "tcp" and link.hello.bulk else None
+        return LEASE if link.state.address else None
 
     def is_mapped(self, owner: WorkerName, generation: int) -> bool:
         """True if steps may write into that generation of `owner`'s arena."""
@@ -215,20 +243,27 @@ class PeerLinks:
 
     def bulk_address(self, name: WorkerName) -> str:
         link = self._links.get(name)
-        return "" if link is None or link.hello is None else link.hello.bulk
+        return "" if link is None else link.state.address
 
     def transport(self, name: WorkerName) -> str:
-        """`shm`, `tcp`, `pending` or `refused`."""
+        """`shm`, a transport of bulk links, `pending` or `refused`."""
         link = self._links.get(name)
         if link is None or link.hello is None:
             return "pending"
         if link.refusal is not None:
             return "refused"
-        if link.maps_ours or link.has_arena:
-            return "shm"
-        if link.cannot_map_ours is not None:
-            return "tcp" if self._context.settings.transfer == "auto" else "refused"
-        return "pending" if self._wants_mapping(link.hello) else "tcp"
+        if link.cannot_map is None:
+            return SHM if link.maps_ours or link.has_arena else "pending"
+        is_refused = self._context.settings.transfer == SHM or link.state.has_failed
+        return "refused" if is_refused else link.state.transport or "pending"
+
+    def rows(self) -> dict[str, m.LinkRow]:
+        """What is known of the first few listed peers, by worker id."""
+        listed = ((name, link) for name, link in self._links.items() if link.is_listed)
+        return {
+            name.worker_id: link.state.row(self.transport(name))
+            for name, link in islice(listed, MAX_ROWS)
+        }
 
     def transports(self) -> dict[str, str]:
         """Transport by worker id, of the listed peers."""
@@ -241,7 +276,7 @@ class PeerLinks:
     def refusals(self) -> dict[str, str]:
         """Reasons by worker id, of the first few listed peers with a transport of `refused`."""
         refused = (
-            (name.worker_id, (link.refusal or link.cannot_map_ours or "")[:MAX_REASON_CHARS])
+            (name.worker_id, (link.refusal or _reasons(link))[:MAX_REASON_CHARS])
             for name, link in self._links.items()
             if link.is_listed and self.transport(name) == "refused"
         )
@@ -250,7 +285,40 @@ class PeerLinks:
     def __contains__(self, name: WorkerName) -> bool:
         return name in self._links
 
-    def _greet(self, name: WorkerName, bulk: str, *, is_answer: bool = False) -> None:
+    def _send_map_failed(self, owner: WorkerName, reason: str) -> None:
+        failure = m.Failure(code="transfer_failed", message=reason)
+        self._context.send_peer(owner, m.MAP_FAILED, failure)
+
+    def _state_of(self, name: WorkerName) -> LinkState | None:
+        link = self._links.get(name)
+        return None if link is None else link.state
+
+    def _greeted_again(self, name: WorkerName, link: PeerLink, hello: m.PeerHello) -> None:
+        """A peer whose arena is read at other addresses than before says so."""
+        assert link.hello is not None
+        if hello.bulk != link.hello.bulk and link.refusal is None:
+            link.hello = hello
+            if self._must_read(link):
+                self._probes.choose(name, hello)
+
+    def _cannot_map(self, name: WorkerName, link: PeerLink, reason: str) -> None:
+        link.cannot_map = reason
+        link.state.note(SHM, reason)
+        self.has_news = True
+        if link.hello is not None and self._must_read(link):
+            self._probes.choose(name, link.hello)
+
+    def _must_read(self, link: PeerLink) -> bool:
+        """Whether the peer can only prefill for us if we read its arena."""
+        settings = self._context.settings
+        return (
+            link.cannot_map is not None
+            and link.refusal is None
+            and settings.transfer != SHM
+            and not settings.does_prefill_for_others
+        )
+
+    def _greet(self, name: WorkerName, bulk: tuple[str, ...], *, is_answer: bool = False) -> None:
         settings = self._context.settings
         hello = m.PeerHello(
             worker_id=settings.name.worker_id,
@@ -271,6 +339,19 @@ class PeerLinks:
             return role in ("both", "decode")
         return role == "prefill"
 
-    def _wants_mapping(self, hello: m.PeerHello) -> bool:
+    def _why_not_shm(self, hello: m.PeerHello) -> str | None:
         settings = self._context.settings
-        return settings.transfer != "tcp" and settings.process.is_on_host_of(hello.process)
+        ours, theirs = settings.process, hello.process
+        if settings.transfer not in ("auto", SHM):
+            return f"transfer is {settings.transfer}"
+        if ours.boot_id != theirs.boot_id:
+            return "the peer is on another host"
+        if not ours.is_on_host_of(theirs):
+            return "the peer is in another pid namespace: neither could see the other die"
+        return None
+
+
+def _reasons(link: PeerLink) -> str:
+    if set(link.state.why_not) <= {SHM}:
+        return link.cannot_map or ""
+    return "; ".join(f"{transport}: {reason}" for transport, reason in link.state.why_not.items())

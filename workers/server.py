@@ -7,11 +7,12 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -22,9 +23,12 @@ from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.arena_socket import check_path, make_private
 from llmrt.kvtransfer.checksums import MODES, block_checksums
 from llmrt.kvtransfer.ledger import Ledger
+from llmrt.kvtransfer.transport import LinkOptions
+from llmrt.kvtransfer.transports import TRANSPORTS
 from llmrt.wire.errors import ConfigError, ModelNotFound
 from llmrt.wire.ids import BlockId, WorkerId, WorkerName
 from llmrt.wire.kv import BLOCK_TOKENS
+from llmrt.workers.bulk_links import LinkSettings
 from llmrt.workers.context import CoreSettings
 from llmrt.workers.core import WorkerCore
 from llmrt.workers.loading import LoadedModel, Progress, load_model
@@ -47,12 +51,24 @@ class _Sockets(NamedTuple):
 # A part of file names, routing ids and log lines.
 WORKER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 ROLES = ("both", "prefill", "decode")
-TRANSFERS = ("auto", "shm", "tcp")
+TRANSFERS = ("auto", "shm", *TRANSPORTS)
 PLACEMENTS = ("auto", "local", "remote")
 CHECKSUMS = ("auto", *MODES)
 SPECULATIVE = ("off", "ngram")
 MAX_DRAFTS = 16
 MAX_STREAM_INTERVAL_MS = 60_000
+MAX_TIMEOUT_S = 3600.0
+LINK_BOUNDS = {
+    "kv_port": (0, 65_535),
+    "kv_connections": (1, 64),
+    "kv_retries": (0, 10),
+    "kv_max_readers": (1, 4096),
+    "kv_connect_timeout_s": (0.01, MAX_TIMEOUT_S),
+    "kv_stall_timeout_s": (0.01, MAX_TIMEOUT_S),
+    "kv_map_timeout_s": (0.01, MAX_TIMEOUT_S),
+    "kv_read_timeout_s": (0.01, MAX_TIMEOUT_S),
+    "kv_probe_timeout_s": (0.01, MAX_TIMEOUT_S),
+}
 
 
 async def serve(settings: WorkerSettings, *, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -144,6 +160,11 @@ async def _serve_model(
             num_drafts=settings.speculative_tokens if settings.speculative == "ngram" else 0,
         ),
     )
+    why_no_transport = {
+        scheme: reason
+        for scheme, transport in TRANSPORTS.items()
+        if (reason := transport.why_not()) is not None
+    }
     core_settings = CoreSettings(
         name=name,
         role=settings.role,
@@ -163,6 +184,8 @@ async def _serve_model(
         checksums=settings.checksums,
         stream_interval_s=settings.stream_interval_ms / 1000,
         has_fencing=settings.has_fencing,
+        transports=tuple(TRANSPORTS),
+        why_no_transport=why_no_transport,
     )
     core = WorkerCore(core_settings, scheduler, model.tokenizer)
     shell = WorkerShell(
@@ -177,6 +200,7 @@ async def _serve_model(
         context=net.context,
         leased_blocks=ledger.leased_blocks,
         on_ready=on_ready,
+        links=_link_settings(settings, net.link_at, why_no_transport),
         validate=settings.validate,
     )
     try:
@@ -184,6 +208,35 @@ async def _serve_model(
         await shell.run()
     finally:
         await shell.close()
+
+
+def _link_settings(
+    settings: WorkerSettings, link_at: str, why_no_transport: Mapping[str, str]
+) -> LinkSettings:
+    return LinkSettings(
+        transports={
+            scheme: transport
+            for scheme, transport in TRANSPORTS.items()
+            if scheme not in why_no_transport and settings.transfer in ("auto", "shm", scheme)
+        },
+        options=LinkOptions(
+            host=settings.kv_host or _host_of(link_at),
+            port=settings.kv_port,
+            connections=settings.kv_connections,
+            retries=settings.kv_retries,
+            connect_timeout_s=settings.kv_connect_timeout_s,
+            stall_timeout_s=settings.kv_stall_timeout_s,
+            max_readers=settings.kv_max_readers,
+        ),
+        map_timeout_s=settings.kv_map_timeout_s,
+        read_timeout_s=settings.kv_read_timeout_s,
+        probe_timeout_s=settings.kv_probe_timeout_s,
+    )
+
+
+def _host_of(link_at: str) -> str:
+    """The host of a link over TCP; peers of a link over a Unix socket are on this one."""
+    return (urlsplit(link_at).hostname if link_at.startswith("tcp://") else None) or "127.0.0.1"
 
 
 def _checksum(arena: Arena, block: BlockId) -> int:
@@ -263,6 +316,7 @@ def _check(settings: WorkerSettings) -> None:
             f"threads is {settings.threads}: this machine has {cpus} CPUs, and more threads than "
             "those wait for each other"
         )
+    _check_links(settings)
     if not 0 <= settings.stream_interval_ms <= MAX_STREAM_INTERVAL_MS:
         raise ConfigError(
             f"stream_interval_ms is {settings.stream_interval_ms}: from 0 to "
@@ -283,3 +337,10 @@ def _check(settings: WorkerSettings) -> None:
         )
     if not settings.model.exists():
         raise ModelNotFound(f"no model at {settings.model}: give the path of a GGUF file or folder")
+
+
+def _check_links(settings: WorkerSettings) -> None:
+    for name, (lowest, highest) in LINK_BOUNDS.items():
+        value = getattr(settings, name)
+        if not lowest <= value <= highest:
+            raise ConfigError(f"{name} is {value}: from {lowest} to {highest} is needed")

@@ -23,14 +23,15 @@ from llmrt.engine.batch import Device
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.arena_socket import ArenaServer, AttachedPeer, Lifeline, attach_arena
 from llmrt.kvtransfer.checksums import block_checksums
-from llmrt.kvtransfer.tcp_reader import BulkReader
-from llmrt.kvtransfer.tcp_server import BulkServer, ReadRequest
+from llmrt.kvtransfer.numa import numa_note
+from llmrt.kvtransfer.transport import PROBE_LEASE, ReadRequest
 from llmrt.wire.envelope import check_frames, decode_body, decode_header, encode_body
 from llmrt.wire.errors import LlmrtError, ProtocolError, VersionMismatch, error_from_code
 from llmrt.wire.ids import BlockId, LeaseId, WorkerId, WorkerName
 from llmrt.wire.messages import Failure, Peer
 from llmrt.workers import effects as do
 from llmrt.workers import events as ev
+from llmrt.workers.bulk_links import BulkLinks, LinkSettings, copy_rate
 from llmrt.workers.context import CoreSettings
 from llmrt.workers.core import WorkerCore
 from llmrt.workers.offered import arena_of
@@ -39,9 +40,6 @@ from llmrt.workers.step_thread import StepThread
 
 log = structlog.get_logger(__name__)
 
-ATTACH_TIMEOUT_S = 10.0
-# 30 MB/s for the longest prompts of small models; a slower link is of no use to a request.
-READ_TIMEOUT_S = 30.0
 # 0.2 ms: a thread takes as long to wake up, and the loop behind it, too.
 HASH_AT_ONCE_BYTES = 2 << 20
 
@@ -75,6 +73,7 @@ class WorkerShell:
         context: sockets.Context,
         leased_blocks: Callable[[LeaseId], tuple[BlockId, ...] | None],
         on_ready: Callable[[], None],
+        links: LinkSettings,
         validate: bool = False,
     ) -> None:
         self._settings = settings
@@ -90,7 +89,6 @@ class WorkerShell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers: dict[WorkerName, Channel] = {}
         self._mapped: dict[WorkerName, tuple[Arena, Lifeline]] = {}
-        self._readers: dict[WorkerName, BulkReader] = {}
         self._mappers: dict[AttachedPeer, WorkerName] = {}
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._num_bad_messages = 0
@@ -100,7 +98,8 @@ class WorkerShell:
         self._step_thread = StepThread(device, self._loop, self._driver.handle)
         self._broker = Channel(broker, self._from_broker, self._unsent)
         self._link = Channel(link, self._from_link, self._unsent)
-        self._bulk = BulkServer(arena, self._check_read)
+        self._links = links
+        self._bulk = BulkLinks(arena, self._check_read, links)
         self._arena_server = None
         if arena_socket is not None:
             self._arena_server = ArenaServer(
@@ -112,7 +111,7 @@ class WorkerShell:
 
     async def start(self) -> None:
         """Serve the arena. Raises `ConfigError` or `AddressInUse`; `close` is due even then."""
-        self._bulk.start()
+        await self._bulk.start()
         if self._arena_server is not None:
             await self._arena_server.start()
 
@@ -127,14 +126,13 @@ class WorkerShell:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for reader in self._readers.values():
-            await reader.close()
+        await self._bulk.stop_reading()
         await asyncio.to_thread(self._step_thread.close)
         self._text_thread.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._hash_thread.shutdown, cancel_futures=True)
         for owner in list(self._mapped):
             self._unmap(owner)
-        await asyncio.to_thread(self._bulk.close)
+        await self._bulk.close()
         if self._arena_server is not None:
             self._arena_server.close()
         for channel in (*self._peers.values(), self._link, self._broker):
@@ -171,6 +169,8 @@ class WorkerShell:
                 )
             case do.ReadBlocks():
                 self._spawn(self._read(effect))
+            case do.ProbeLink():
+                self._spawn(self._probe(effect))
             case do.HashBlocks():
                 if len(effect.blocks) * self._arena.block_bytes <= HASH_AT_ONCE_BYTES:
                     self._driver.handle(self._hash(effect))
@@ -277,16 +277,14 @@ class WorkerShell:
             self._driver.handle(ev.PeerUnreachable(name))
 
         self._peers[name] = Channel(socket, lambda frames: None, unsent)
-        self._driver.handle(ev.PeerConnected(name, self._bulk.url_for(name.full_name)))
+        self._driver.handle(ev.PeerConnected(name, self._bulk.addresses_for(name)))
 
     def _forget(self, peer: WorkerName) -> None:
-        self._bulk.revoke(peer.full_name)
+        self._bulk.revoke(peer)
+        self._spawn(self._bulk.stop_reading_of(peer))
         channel = self._peers.pop(peer, None)
         if channel is not None:
             channel.close()
-        reader = self._readers.pop(peer, None)
-        if reader is not None:
-            self._spawn(reader.close())
 
     # -- arenas ------------------------------------------------------------------------------
 
@@ -300,7 +298,7 @@ class WorkerShell:
             arena, lifeline = await attach_arena(
                 Path(effect.socket),
                 hello,
-                timeout_s=ATTACH_TIMEOUT_S,
+                timeout_s=self._links.map_timeout_s,
                 on_lost=lambda: self._driver.handle(ev.ArenaLost(owner)),
             )
         except LlmrtError as error:
@@ -358,23 +356,45 @@ class WorkerShell:
     async def _read(self, effect: do.ReadBlocks) -> None:
         failure = None
         try:
-            reader = self._readers.get(effect.owner)
-            if reader is None:
-                reader = self._readers[effect.owner] = BulkReader(effect.address)
-            await reader.read(
+            await self._bulk.read(
+                effect.owner,
+                effect.address,
                 LeaseId(effect.lease_id),
                 effect.generation,
-                [BlockId(block) for block in effect.source],
-                self._arena,
-                [BlockId(block) for block in effect.target],
-                timeout_s=READ_TIMEOUT_S,
+                effect.source,
+                effect.target,
+                timeout_s=self._links.read_timeout_s,
             )
         except LlmrtError as error:
             failure = Failure(code=error.error_code, message=error.message)
         self._driver.handle(ev.BlocksRead(effect.read_id, failure))
 
+    async def _probe(self, effect: do.ProbeLink) -> None:
+        """Measure a link; whatever happens, the machine hears of it."""
+        probed = ev.LinkProbed(effect.probe_id, failure="the worker ends")
+        try:
+            if effect.target:
+                rate, latency_s = await self._bulk.probe(
+                    effect.owner, effect.address, effect.generation, effect.target
+                )
+                fd = self._arena.fd
+            else:
+                arena, _ = self._mapped[effect.owner]
+                loop, latency_s, fd = self._loop, 0.0, arena.fd
+                rate = await loop.run_in_executor(self._hash_thread, copy_rate, arena.buffer)
+            note = await asyncio.to_thread(numa_note, fd)
+            probed = ev.LinkProbed(effect.probe_id, rate, latency_s, note)
+        except LlmrtError as error:
+            probed = ev.LinkProbed(effect.probe_id, failure=error.message)
+        except (KeyError, OSError):
+            probed = ev.LinkProbed(effect.probe_id, failure="its arena is mapped no more")
+        finally:
+            self._driver.handle(probed)
+
     def _check_read(self, request: ReadRequest) -> str | None:
         """Called on a reader's connection thread."""
+        if request.lease_id == PROBE_LEASE:
+            return None
         blocks = self._leased_blocks(request.lease_id)
         if blocks is None:
             return f"lease {request.lease_id} has ended"

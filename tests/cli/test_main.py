@@ -19,7 +19,19 @@ from llmrt.cli.options import parse_bias
 from llmrt.wire.errors import InternalError
 from llmrt.workers.settings import WorkerSettings, check_link
 
-COMMANDS = ("run", "up", "generate", "chat", "ps", "broker", "worker", "bench", "doctor", "version")
+COMMANDS = (
+    "run",
+    "up",
+    "generate",
+    "chat",
+    "ps",
+    "links",
+    "broker",
+    "worker",
+    "bench",
+    "doctor",
+    "version",
+)
 NOBODY = "tcp://127.0.0.1:9"
 
 

@@ -15,9 +15,10 @@ import pytest
 from llmrt.kvtransfer import tcp_frames
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.ledger import Ledger
+from llmrt.kvtransfer.tcp_exporter import TcpExporter
 from llmrt.kvtransfer.tcp_frames import ANSWER, HELLO, OK, REQUEST
-from llmrt.kvtransfer.tcp_reader import BulkReader
-from llmrt.kvtransfer.tcp_server import BulkServer, ReadRequest
+from llmrt.kvtransfer.tcp_reader import TcpReader
+from llmrt.kvtransfer.transport import LinkOptions, ReadRequest
 from llmrt.wire.errors import AddressInUse, ProtocolError, TransferFailed
 from llmrt.wire.ids import BlockId, LeaseId, WorkerId, WorkerName
 
@@ -28,12 +29,14 @@ BLOCK_BYTES = 10_000
 GENERATION = 5
 LEASE = LeaseId(7)
 WAIT_S = 20.0
+ONE_TRY = LinkOptions(retries=0)
 
 # Serves an arena whose block i is full of i; the check kills the process at its argv[1]-th call.
 SERVER = f"""
 import os, signal, sys
 from llmrt.kvtransfer.arena import Arena
-from llmrt.kvtransfer.tcp_server import BulkServer
+from llmrt.kvtransfer.tcp_exporter import TcpExporter
+from llmrt.kvtransfer.transport import LinkOptions
 
 arena = Arena.create({NUM_BLOCKS}, {BLOCK_BYTES}, generation={GENERATION})
 for i in range({NUM_BLOCKS}):
@@ -48,9 +51,9 @@ def check(request):
     if request.peer != "decode-0" or request.lease_id != {LEASE}:
         return f"lease {{request.lease_id}} of {{request.peer}} has ended"
 
-server = BulkServer(arena, check)
+server = TcpExporter(arena, check, LinkOptions())
 server.start()
-print(server.url_for("decode-0"), flush=True)
+print(server.address_for("decode-0"), flush=True)
 sys.stdin.read()
 server.close()
 """
@@ -72,8 +75,10 @@ def server_process(die_at_check: int = 0) -> "Iterator[tuple[subprocess.Popen[st
 
 
 @contextlib.asynccontextmanager
-async def reading(url: str) -> AsyncIterator[BulkReader]:
-    reader = BulkReader(url)
+async def reading(
+    url: str, arena: Arena, options: LinkOptions = ONE_TRY
+) -> AsyncIterator[TcpReader]:
+    reader = TcpReader(url, arena, options)
     try:
         yield reader
     finally:
@@ -99,8 +104,7 @@ def content(arena: Arena) -> list[int]:
 
 
 async def read(
-    reader: BulkReader,
-    arena: Arena,
+    reader: TcpReader,
     src: Sequence[BlockId],
     dst: Sequence[BlockId],
     *,
@@ -108,7 +112,7 @@ async def read(
     generation: int = GENERATION,
     timeout_s: float = WAIT_S,
 ) -> None:
-    await reader.read(lease, generation, src, arena, dst, timeout_s=timeout_s)
+    await reader.read(lease, generation, src, dst, timeout_s=timeout_s)
 
 
 # Two processes
@@ -116,13 +120,13 @@ async def read(
 
 def test_blocks_arrive_where_they_belong(arena: Arena) -> None:
     async def main(url: str) -> None:
-        async with reading(url) as reader:
-            await read(reader, arena, blocks(3, 4, 5, 60, 1), blocks(10, 0, 1, 2, 63))
+        async with reading(url, arena) as reader:
+            await read(reader, blocks(3, 4, 5, 60, 1), blocks(10, 0, 1, 2, 63))
             expected = [0] * NUM_BLOCKS
             expected[10], expected[0], expected[1], expected[2], expected[63] = 3, 4, 5, 60, 1
             assert content(arena) == expected
             everything = blocks(*range(NUM_BLOCKS))
-            await read(reader, arena, everything, everything[::-1])
+            await read(reader, everything, everything[::-1])
             assert content(arena) == list(range(NUM_BLOCKS))[::-1]
 
     with server_process() as (_, url):
@@ -143,13 +147,11 @@ def test_a_wrong_read_is_answered_and_the_next_one_works(
     arena: Arena, lease: LeaseId, generation: int, src: int, reason: str
 ) -> None:
     async def main(url: str) -> None:
-        async with reading(url) as reader:
+        async with reading(url, arena) as reader:
             with pytest.raises(TransferFailed, match=reason):
-                await read(
-                    reader, arena, blocks(1, src), blocks(0, 1), lease=lease, generation=generation
-                )
+                await read(reader, blocks(1, src), blocks(0, 1), lease=lease, generation=generation)
             assert content(arena) == [0] * NUM_BLOCKS
-            await read(reader, arena, blocks(9), blocks(0))
+            await read(reader, blocks(9), blocks(0))
             assert content(arena)[0] == 9
 
     with server_process() as (_, url):
@@ -159,9 +161,9 @@ def test_a_wrong_read_is_answered_and_the_next_one_works(
 def test_a_peer_of_another_block_size_is_refused() -> None:
     async def main(url: str) -> None:
         arena = Arena.create(4, 4096)
-        async with reading(url) as reader:
+        async with reading(url, arena) as reader:
             with pytest.raises(TransferFailed, match="a block has 10000 bytes, not 4096"):
-                await read(reader, arena, blocks(0), blocks(0))
+                await read(reader, blocks(0), blocks(0))
         arena.close()
 
     with server_process() as (_, url):
@@ -170,10 +172,10 @@ def test_a_peer_of_another_block_size_is_refused() -> None:
 
 def test_an_unknown_token_is_refused(arena: Arena) -> None:
     async def main(url: str) -> None:
-        async with reading(url[:-32] + "00" * 16) as reader:
+        async with reading(url[:-32] + "00" * 16, arena) as reader:
             for _ in range(2):
                 with pytest.raises(TransferFailed, match="token is unknown or revoked"):
-                    await read(reader, arena, blocks(0), blocks(0))
+                    await read(reader, blocks(0), blocks(0))
 
     with server_process() as (_, url):
         asyncio.run(main(url))
@@ -184,10 +186,10 @@ def test_the_death_of_the_server_fails_the_read(arena: Arena, check_number: int)
     """Before the first byte, or after the last: without the last word nothing is believed."""
 
     async def main(url: str) -> None:
-        async with reading(url) as reader:
+        async with reading(url, arena) as reader:
             for _ in range(2):
                 with pytest.raises(TransferFailed):
-                    await read(reader, arena, blocks(*range(64)), blocks(*range(64)))
+                    await read(reader, blocks(*range(64)), blocks(*range(64)))
 
     with server_process(die_at_check=check_number) as (process, url):
         asyncio.run(main(url))
@@ -204,9 +206,9 @@ def serving(
     num_blocks: int = NUM_BLOCKS,
     block_bytes: int = BLOCK_BYTES,
     max_connections: int = 64,
-) -> Iterator[BulkServer]:
+) -> Iterator[TcpExporter]:
     arena = Arena.create(num_blocks, block_bytes, generation=GENERATION)
-    server = BulkServer(arena, check, max_connections=max_connections)
+    server = TcpExporter(arena, check, LinkOptions(max_readers=max_connections))
     server.start()
     try:
         yield server
@@ -230,60 +232,67 @@ def test_a_ledger_is_the_check(arena: Arena) -> None:
         return None
 
     async def main(url: str) -> None:
-        async with reading(url) as reader:
-            await read(reader, arena, leased, leased, lease=lease_id)
+        async with reading(url, arena) as reader:
+            await read(reader, leased, leased, lease=lease_id)
             with pytest.raises(TransferFailed, match="not leased"):
-                await read(reader, arena, blocks(4), blocks(4), lease=lease_id)
+                await read(reader, blocks(4), blocks(4), lease=lease_id)
             ledger.release_lease(lease_id)
             with pytest.raises(TransferFailed, match="not leased"):
-                await read(reader, arena, leased, leased, lease=lease_id)
+                await read(reader, leased, leased, lease=lease_id)
 
     with serving(check) as server:
-        asyncio.run(main(server.url_for("decode-0")))
+        asyncio.run(main(server.address_for("decode-0")))
 
 
 def test_a_lease_that_ends_while_bytes_flow_fails_the_read(arena: Arena) -> None:
     answers = iter([None, "the lease has ended", None, None])
 
     async def main(url: str) -> None:
-        async with reading(url) as reader:
+        async with reading(url, arena) as reader:
             with pytest.raises(TransferFailed, match="the lease has ended"):
-                await read(reader, arena, blocks(0), blocks(0))
-            await read(reader, arena, blocks(0), blocks(0))
+                await read(reader, blocks(0), blocks(0))
+            await read(reader, blocks(0), blocks(0))
 
     with serving(lambda request: next(answers)) as server:
-        asyncio.run(main(server.url_for("p")))
+        asyncio.run(main(server.address_for("p")))
 
 
 def test_a_new_token_ends_the_old_one_and_its_connection(arena: Arena) -> None:
-    async def main(server: BulkServer) -> None:
-        async with reading(server.url_for("p")) as old, reading(server.url_for("q")) as other:
-            await read(other, arena, blocks(0), blocks(0))
-            async with reading(server.url_for("p")) as new:
-                await read(new, arena, blocks(0), blocks(0))
+    async def main(server: TcpExporter) -> None:
+        async with (
+            reading(server.address_for("p"), arena) as old,
+            reading(server.address_for("q"), arena) as other,
+        ):
+            await read(other, blocks(0), blocks(0))
+            async with reading(server.address_for("p"), arena) as new:
+                await read(new, blocks(0), blocks(0))
             with pytest.raises(TransferFailed, match="revoked"):
-                await read(old, arena, blocks(0), blocks(0))
+                await read(old, blocks(0), blocks(0))
             server.revoke("q")
             with pytest.raises(TransferFailed):
-                await read(other, arena, blocks(0), blocks(0))
+                await read(other, blocks(0), blocks(0))
 
     with serving() as server:
         asyncio.run(main(server))
 
 
 def test_connections_are_bounded_and_return(arena: Arena) -> None:
-    async def main(server: BulkServer) -> None:
-        urls = [server.url_for(name) for name in "abc"]
-        async with reading(urls[0]) as a, reading(urls[1]) as b, reading(urls[2]) as c:
-            await read(a, arena, blocks(0), blocks(0))
-            await read(b, arena, blocks(0), blocks(0))
+    async def main(server: TcpExporter) -> None:
+        urls = [server.address_for(name) for name in "abc"]
+        async with (
+            reading(urls[0], arena) as a,
+            reading(urls[1], arena) as b,
+            reading(urls[2], arena) as c,
+        ):
+            await read(a, blocks(0), blocks(0))
+            await read(b, blocks(0), blocks(0))
             with pytest.raises(TransferFailed):
-                await read(c, arena, blocks(0), blocks(0))
+                await read(c, blocks(0), blocks(0))
             server.revoke("a")
             async with asyncio.timeout(WAIT_S):
                 while True:
                     with contextlib.suppress(TransferFailed):
-                        await read(c, arena, blocks(0), blocks(0))
+                        await read(c, blocks(0), blocks(0))
                         break
 
     with serving(max_connections=2) as server:
@@ -292,30 +301,30 @@ def test_connections_are_bounded_and_return(arena: Arena) -> None:
 
 def test_reads_of_one_reader_wait_for_each_other(arena: Arena) -> None:
     async def main(url: str) -> None:
-        async with reading(url) as reader:
-            await asyncio.gather(*[read(reader, arena, blocks(i), blocks(i)) for i in range(20)])
+        async with reading(url, arena) as reader:
+            await asyncio.gather(*[read(reader, blocks(i), blocks(i)) for i in range(20)])
 
     with serving() as server:
-        asyncio.run(main(server.url_for("p")))
+        asyncio.run(main(server.address_for("p")))
 
 
 def test_a_taken_port_is_refused() -> None:
     with serving() as server:
         arena = Arena.create(1, 1)
         with pytest.raises(AddressInUse, match=f"127.0.0.1:{server.port}: Address already"):
-            BulkServer(arena, lambda request: None, port=server.port).start()
+            TcpExporter(arena, lambda request: None, LinkOptions(port=server.port)).start()
         arena.close()
 
 
 def test_closing_leaves_no_file_thread_or_mapping(arena: Arena) -> None:
     async def main(url: str) -> None:
-        async with reading(url) as reader:
-            await read(reader, arena, blocks(0, 2), blocks(0, 1))
+        async with reading(url, arena) as reader:
+            await read(reader, blocks(0, 2), blocks(0, 1))
 
     fds, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):
         with serving() as server:
-            asyncio.run(main(server.url_for("p")))
+            asyncio.run(main(server.address_for("p")))
     assert len(os.listdir("/proc/self/fd")) == fds
     assert threading.active_count() == threads
 
@@ -326,13 +335,13 @@ def test_large_reads_stream(arena: Arena) -> None:
     target = Arena.create(40, block_bytes)
 
     async def main(url: str) -> None:
-        async with reading(url) as reader:
-            await read(reader, target, blocks(*range(40)), blocks(*range(39, -1, -1)))
+        async with reading(url, target) as reader:
+            await read(reader, blocks(*range(40)), blocks(*range(39, -1, -1)))
 
     with serving(num_blocks=40, block_bytes=block_bytes) as server:
         source = server._arena.buffer
         source[:] = os.urandom(len(source))
-        asyncio.run(main(server.url_for("p")))
+        asyncio.run(main(server.address_for("p")))
         for i in range(40):
             there = target.buffer[(39 - i) * block_bytes : (40 - i) * block_bytes]
             assert there == source[i * block_bytes : (i + 1) * block_bytes]
@@ -375,8 +384,8 @@ class OddServer:
                 assert sock.recv(1) == b""
 
 
-async def read_two(reader: BulkReader, arena: Arena, timeout_s: float = WAIT_S) -> None:
-    await read(reader, arena, blocks(0, 1), blocks(0, 1), timeout_s=timeout_s)
+async def read_two(reader: TcpReader, timeout_s: float = WAIT_S) -> None:
+    await read(reader, blocks(0, 1), blocks(0, 1), timeout_s=timeout_s)
 
 
 HALF = ANSWER.pack(OK, 2 * BLOCK_BYTES) + bytes(BLOCK_BYTES)
@@ -384,9 +393,9 @@ HALF = ANSWER.pack(OK, 2 * BLOCK_BYTES) + bytes(BLOCK_BYTES)
 
 def test_a_peer_that_dies_halfway_fails_the_read(arena: Arena) -> None:
     async def main(url: str) -> None:
-        async with reading(url) as reader:
+        async with reading(url, arena) as reader:
             with pytest.raises(TransferFailed, match="the peer hung up"):
-                await read_two(reader, arena)
+                await read_two(reader)
 
     with OddServer(HALF, hangs_up=True) as server:
         asyncio.run(main(server.url))
@@ -394,9 +403,9 @@ def test_a_peer_that_dies_halfway_fails_the_read(arena: Arena) -> None:
 
 def test_a_peer_that_stalls_fails_the_read_at_its_deadline(arena: Arena) -> None:
     async def main(url: str) -> None:
-        async with reading(url) as reader:
+        async with reading(url, arena) as reader:
             with pytest.raises(TransferFailed, match=r"longer than 0\.05 s"):
-                await read_two(reader, arena, timeout_s=0.05)
+                await read_two(reader, timeout_s=0.05)
 
     with OddServer(HALF, hangs_up=False) as server:
         asyncio.run(main(server.url))
@@ -406,14 +415,14 @@ def test_a_cancelled_read_has_let_go_of_the_blocks(arena: Arena) -> None:
     """Cancelling hangs up and waits for the thread: the blocks can be given to another."""
 
     async def main(server: OddServer) -> None:
-        async with reading(server.url) as reader:
-            task = asyncio.create_task(read_two(reader, arena))
+        async with reading(server.url, arena) as reader:
+            task = asyncio.create_task(read_two(reader))
             assert await asyncio.to_thread(server.has_answered.wait, WAIT_S)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert reader._thread.submit(lambda: "idle").result(WAIT_S) == "idle"
-            assert reader._sock is None
+            assert reader._under_way == {}
+            assert reader._free.qsize() == len(reader._connections)
 
     with OddServer(HALF, hangs_up=False) as server:
         asyncio.run(main(server))
@@ -421,8 +430,8 @@ def test_a_cancelled_read_has_let_go_of_the_blocks(arena: Arena) -> None:
 
 def test_closing_a_reader_fails_the_read_that_goes_on(arena: Arena) -> None:
     async def main(server: OddServer) -> None:
-        async with reading(server.url) as reader:
-            task = asyncio.create_task(read_two(reader, arena))
+        async with reading(server.url, arena) as reader:
+            task = asyncio.create_task(read_two(reader))
             assert await asyncio.to_thread(server.has_answered.wait, WAIT_S)
             await reader.close()
             with pytest.raises(TransferFailed):
@@ -437,9 +446,9 @@ def test_closing_a_reader_fails_the_read_that_goes_on(arena: Arena) -> None:
 )
 def test_an_answer_that_makes_no_sense_fails_the_read(arena: Arena, answer: bytes) -> None:
     async def main(url: str) -> None:
-        async with reading(url) as reader:
+        async with reading(url, arena) as reader:
             with pytest.raises(TransferFailed):
-                await read_two(reader, arena)
+                await read_two(reader)
 
     with OddServer(answer + bytes(5), hangs_up=False) as server:
         asyncio.run(main(server.url))
@@ -450,9 +459,9 @@ def test_nobody_at_the_address_fails_the_read(arena: Arena) -> None:
         port = listener.getsockname()[1]
 
     async def main() -> None:
-        async with reading(f"tcp://127.0.0.1:{port}/{'11' * 16}") as reader:
+        async with reading(f"tcp://127.0.0.1:{port}/{'11' * 16}", arena) as reader:
             with pytest.raises(TransferFailed, match=f"127.0.0.1:{port}: Connection refused"):
-                await read(reader, arena, blocks(0), blocks(0))
+                await read(reader, blocks(0), blocks(0))
 
     asyncio.run(main())
 
@@ -469,9 +478,9 @@ def test_nobody_at_the_address_fails_the_read(arena: Arena) -> None:
         "tcp://[::1:7000/" + "11" * 16,
     ],
 )
-def test_what_is_no_bulk_address_is_refused(url: str) -> None:
+def test_what_is_no_bulk_address_is_refused(url: str, arena: Arena) -> None:
     with pytest.raises(ProtocolError, match="no tcp://HOST:PORT/TOKEN"):
-        BulkReader(url)
+        TcpReader(url, arena, LinkOptions())
 
 
 @pytest.mark.parametrize(
@@ -485,7 +494,7 @@ def test_what_is_no_bulk_address_is_refused(url: str) -> None:
 )
 def test_strangers_get_no_bytes(greeting: bytes) -> None:
     with serving() as server, socket.create_connection(("127.0.0.1", server.port)) as sock:
-        server.url_for("p")
+        server.address_for("p")
         sock.settimeout(WAIT_S)
         sock.sendall(greeting)
         answer = sock.recv(1000)
@@ -497,7 +506,7 @@ def test_strangers_get_no_bytes(greeting: bytes) -> None:
 def test_a_request_for_no_or_too_many_blocks_is_refused(num_blocks: int) -> None:
     with serving() as server, socket.create_connection(("127.0.0.1", server.port)) as sock:
         sock.settimeout(WAIT_S)
-        token = bytes.fromhex(server.url_for("p")[-32:])
+        token = bytes.fromhex(server.address_for("p")[-32:])
         sock.sendall(HELLO.pack(tcp_frames.MAGIC, token))
         assert ANSWER.unpack(sock.recv(ANSWER.size)) == (OK, 0)
         sock.sendall(REQUEST.pack(GENERATION, LEASE, BLOCK_BYTES, num_blocks))

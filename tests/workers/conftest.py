@@ -42,6 +42,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     m.LEASE_RELEASE: m.LeaseRef,
     m.LEASE_RENEW: m.LeaseRef,
     m.MAP_FAILED: m.Failure,
+    m.LINKED: m.Linked,
 }
 
 
@@ -277,12 +278,15 @@ def link() -> Callable[..., None]:
         )
         for bench, other in (benches, benches[::-1]):
             bench.from_broker(m.PEERS, m.Peers(peers=rows))
-            bench.handle(ev.PeerConnected(other.name, "tcp://bulk"))
+            bench.handle(ev.PeerConnected(other.name, ("tcp://bulk",)))
         for bench, other in (benches, benches[::-1]):
             other.relay(bench.sent(m.PEER_HELLO)[0], bench.name)
         if is_mapped and owner.settings.transfer != "tcp":
             prefill.handle(ev.ArenaAttached(owner.name, arena_of(owner)))
             owner.handle(ev.ArenaMapped(prefill.name))
+        for bench in benches:
+            for effect in [e for e in bench.effects if isinstance(e, do.ProbeLink)]:
+                bench.handle(ev.LinkProbed(effect.probe_id, 1e9, 1e-5, "one node"))
         owner.clear()
         prefill.clear()
 

@@ -486,7 +486,7 @@ def test_a_lost_hello_is_asked_for_again(make_worker: Any, link: Any) -> None:
         arena_generation=3,
         num_blocks=64,
         arena_socket="/arena",
-        bulk="b",
+        bulk=("tcp://b",),
         contract=owner.settings.contract,
         process=owner.settings.process,
     )
@@ -523,6 +523,8 @@ def test_an_arena_that_is_not_the_announced_one_is_unmapped_and_no_grant_is_made
     assert do.DetachArena(owner.name) in prefill.effects
     (failed,) = pass_on(prefill, owner, m.MAP_FAILED)
     assert "another one" in failed.body.message
+    (probe,) = [effect for effect in owner.effects if isinstance(effect, do.ProbeLink)]
+    owner.handle(ev.LinkProbed(probe.probe_id, 1e9, 1e-5, "one node"))
     owner.dispatch(TEN, prefill=prefill.name)
     (offer,) = owner.sent(m.OFFER)
     assert offer.body.mode == "lease"

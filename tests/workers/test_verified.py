@@ -386,7 +386,7 @@ def test_a_peer_of_another_contract_is_neither_asked_nor_served(
             process=peer.settings.process,
         )
         bench.from_broker(m.PEERS, m.Peers(peers=(row,)))
-        bench.handle(ev.PeerConnected(peer.name, "tcp://bulk"))
+        bench.handle(ev.PeerConnected(peer.name, ("tcp://bulk",)))
     for bench, peer in ((owner, prefill), (prefill, owner)):
         hello = msgspec.structs.replace(peer.sent(m.PEER_HELLO)[0].body, contract=theirs)
         bench.from_peer(peer.name, m.PEER_HELLO, hello)

@@ -10,9 +10,6 @@ import hmac
 import secrets
 import socket
 import threading
-from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.layout import block_views
@@ -27,47 +24,27 @@ from llmrt.kvtransfer.tcp_frames import (
     refusal,
     send_views,
 )
+from llmrt.kvtransfer.transport import Check, LinkOptions, ReadRequest
 from llmrt.wire.arrays import U32_BYTES, unpack_u32
 from llmrt.wire.errors import AddressInUse
 from llmrt.wire.ids import LeaseId
 
-# No progress for this long ends a connection; the reader's own deadline is usually shorter.
-STALL_S = 10.0
 # A peer host that vanished while nothing was asked is noticed after 10 + 3 * 5 seconds.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRequest:
-    """What a peer wants to read: `peer` is the name that its token was made for."""
-
-    peer: str
-    lease_id: LeaseId
-    blocks: "array[int]"
-
-
-class BulkServer:
+class TcpExporter:
     """Lets peers with a token read blocks of `arena` that `check` allows.
 
-    `check` says None, or why a read is refused. It is called on a connection's thread, before the
-    first byte is sent and after the last one, so it must be safe there: `Ledger.leased_blocks` is.
+    `check` is asked on a connection's thread, before the first byte is sent and after the last one.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        check: Callable[[ReadRequest], str | None],
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        max_connections: int = 64,
-    ) -> None:
-        """`host` is the address that peers reach; port 0 takes a free one, at `start`."""
-        self.host = host
-        self.port = port
+    def __init__(self, arena: Arena, check: Check, options: LinkOptions) -> None:
+        self.host = options.host
+        self.port = options.port
         self._arena = arena
         self._check = check
-        self._max_connections = max_connections
+        self._options = options
         self._listener: socket.socket | None = None
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
@@ -88,10 +65,10 @@ class BulkServer:
         self.port = self._listener.getsockname()[1]
         self._acceptor.start()
 
-    def url_for(self, peer: str) -> str:
+    def address_for(self, peer: str) -> str:
         """Where `peer` reads, with a new token in it; tell it to nobody else.
 
-        It holds until `revoke`, also when the connection breaks, and ends an earlier one.
+        It holds until `revoke`, also when connections break, and ends an earlier one.
         """
         self.revoke(peer)
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -135,12 +112,12 @@ class BulkServer:
                 continue
             thread = threading.Thread(target=self._serve, args=(sock,), name="kv-send", daemon=True)
             with self._lock:
-                has_room = len(self._connections) < self._max_connections
+                has_room = len(self._connections) < self._options.max_readers
                 if has_room and not self._is_closing.is_set():
                     self._connections[sock] = thread
                     thread.start()
                     continue
-            _refuse_and_close(sock, f"{self._max_connections} readers are connected already")
+            _refuse_and_close(sock, f"{self._options.max_readers} readers are connected already")
 
     def _serve(self, sock: socket.socket) -> None:
         try:
@@ -160,7 +137,7 @@ class BulkServer:
             sock.close()
 
     def _welcome(self, sock: socket.socket) -> str | None:
-        magic, token = HELLO.unpack(receive_bytes(sock, HELLO.size, _wait_for_progress))
+        magic, token = HELLO.unpack(receive_bytes(sock, HELLO.size, self._wait_for_progress))
         if magic != MAGIC:
             return None
         with self._lock:
@@ -184,7 +161,7 @@ class BulkServer:
                 refusal(f"{num_blocks} blocks are asked for; 1 to {self._arena.num_blocks} exist")
             )
             return False
-        raw = receive_bytes(sock, num_blocks * U32_BYTES, _wait_for_progress)
+        raw = receive_bytes(sock, num_blocks * U32_BYTES, self._wait_for_progress)
         request = ReadRequest(peer, LeaseId(lease_id), unpack_u32(raw))
         reason = self._refuse(request, generation, block_bytes)
         if reason is not None:
@@ -192,10 +169,13 @@ class BulkServer:
             return True
         sock.sendall(ANSWER.pack(OK, num_blocks * block_bytes))
         views = block_views(self._arena.buffer, block_bytes, request.blocks)
-        send_views(sock, views, _wait_for_progress)
+        send_views(sock, views, self._wait_for_progress)
         reason = self._check(request)
         sock.sendall(ANSWER.pack(OK, 0) if reason is None else refusal(reason))
         return True
+
+    def _wait_for_progress(self, sock: socket.socket) -> None:
+        sock.settimeout(self._options.stall_timeout_s)
 
     def _refuse(self, request: ReadRequest, generation: int, block_bytes: int) -> str | None:
         arena = self._arena
@@ -212,10 +192,6 @@ class BulkServer:
 def _wait_for_request(sock: socket.socket) -> None:
     # Keep-alive bounds it: an idle reader stays, a vanished one goes.
     sock.settimeout(None)
-
-
-def _wait_for_progress(sock: socket.socket) -> None:
-    sock.settimeout(STALL_S)
 
 
 def _shut_down(sock: socket.socket) -> None:
