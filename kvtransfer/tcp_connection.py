@@ -16,6 +16,7 @@ from llmrt.kvtransfer.tcp_frames import (
     receive_bytes,
     receive_views,
     send_views,
+    set_limit,
 )
 from llmrt.kvtransfer.transport import LinkOptions
 from llmrt.wire.errors import ProtocolError, TransferFailed
@@ -66,7 +67,7 @@ class Part:
             raise ConnectionAbortedError("the read was given up")
         if remaining_s <= 0:
             raise TimeoutError
-        sock.settimeout(remaining_s)
+        set_limit(sock, remaining_s)
 
 
 class TcpConnection:

@@ -23,6 +23,7 @@ from llmrt.kvtransfer.tcp_frames import (
     receive_bytes,
     refusal,
     send_views,
+    set_limit,
 )
 from llmrt.kvtransfer.transport import Check, LinkOptions, ReadRequest
 from llmrt.wire.arrays import U32_BYTES, unpack_u32
@@ -175,7 +176,7 @@ class TcpExporter:
         return True
 
     def _wait_for_progress(self, sock: socket.socket) -> None:
-        sock.settimeout(self._options.stall_timeout_s)
+        set_limit(sock, self._options.stall_timeout_s)
 
     def _refuse(self, request: ReadRequest, generation: int, block_bytes: int) -> str | None:
         arena = self._arena
@@ -191,7 +192,7 @@ class TcpExporter:
 
 def _wait_for_request(sock: socket.socket) -> None:
     # Keep-alive bounds it: an idle reader stays, a vanished one goes.
-    sock.settimeout(None)
+    set_limit(sock, None)
 
 
 def _shut_down(sock: socket.socket) -> None:

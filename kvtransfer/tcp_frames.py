@@ -9,10 +9,13 @@ REQUEST, source blocks (u32)   -->
 REQUEST ...
 """
 
+import contextlib
+import errno
+import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 MAGIC = b"llmrtkv1"
@@ -29,9 +32,22 @@ OK, REFUSED = 0, 1
 MAX_REASON_BYTES = 1024
 # Well below IOV_MAX (1024): a longer list costs more to build again after a partial write.
 _MAX_VIEWS = 128
+_TIMEVAL = struct.Struct("ll")
 
 Wait = Callable[[socket.socket], None]
 """Sets how long the next call on a socket may block, or raises if there is no time left."""
+
+
+def set_limit(sock: socket.socket, limit_s: float | None) -> None:
+    """How long a call on `sock` may wait without a byte, by the kernel's clock; None: for ever.
+
+    Python's own timeouts make a socket non-blocking, which costs three system calls for one.
+    """
+    sock.setblocking(True)
+    seconds, part = divmod(0.0 if limit_s is None else max(limit_s, 1e-3), 1.0)
+    value = _TIMEVAL.pack(int(seconds), int(part * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, value)
 
 
 def refusal(reason: str) -> bytes:
@@ -44,7 +60,9 @@ def send_views(sock: socket.socket, views: Iterable[memoryview], wait: Wait) -> 
     queue = deque(views)
     while queue:
         wait(sock)
-        _advance(queue, sock.sendmsg(list(islice(queue, _MAX_VIEWS))))
+        with _timeouts_raised():
+            num_bytes = sock.sendmsg(list(islice(queue, _MAX_VIEWS)))
+        _advance(queue, num_bytes)
 
 
 def receive_views(sock: socket.socket, views: Iterable[memoryview], wait: Wait) -> None:
@@ -52,7 +70,10 @@ def receive_views(sock: socket.socket, views: Iterable[memoryview], wait: Wait) 
     queue = deque(views)
     while queue:
         wait(sock)
-        num_bytes = sock.recvmsg_into(list(islice(queue, _MAX_VIEWS)))[0]
+        with _timeouts_raised():
+            # One call fills all views, and wakes up less often than with every packet.
+            views = list(islice(queue, _MAX_VIEWS))
+            num_bytes = sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
         if not num_bytes:
             raise ConnectionResetError("the peer hung up")
         _advance(queue, num_bytes)
@@ -63,6 +84,14 @@ def receive_bytes(sock: socket.socket, size_bytes: int, wait: Wait) -> bytes:
     if size_bytes:
         receive_views(sock, [memoryview(raw)], wait)
     return bytes(raw)
+
+
+@contextlib.contextmanager
+def _timeouts_raised() -> Iterator[None]:
+    try:
+        yield
+    except BlockingIOError:
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from None
 
 
 def _advance(queue: "deque[memoryview]", num_bytes: int) -> None:
