@@ -1,0 +1,61 @@
+"""The worker's end of a process that runs NIXL."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+from llmrt.kvtransfer.arena import Arena
+from llmrt.kvtransfer.nixl_frames import Open, encode
+
+# UCX logs to stdout, and waits for a debugger when it fails, unless told otherwise.
+_ENVIRONMENT = {"NIXL_LOG_LEVEL": "WARN", "UCX_HANDLE_ERRORS": "none"}
+
+
+# From the end of its socket to that of the process.
+_LAST_BREATH_S = 0.5
+
+
+class NixlChild:
+    """A process that maps `arena` and runs NIXL; `sock` is our end of the pair."""
+
+    def __init__(self, order: Open, arena: Arena) -> None:
+        """Start it with `order`; its report comes from `sock`. Blocks for some 2 ms."""
+        self.sock, theirs = socket.socketpair()
+        module = "llmrt.kvtransfer.nixl_process"
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-m", module, str(theirs.fileno()), str(arena.fd)],
+                pass_fds=(theirs.fileno(), arena.fd),
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env=_ENVIRONMENT | dict(os.environ),
+            )
+        self.sock.sendall(encode(order))
+
+    def end(self) -> str:
+        """Kill it; says how it had ended before. When it returns, nothing of it writes any more.
+
+        The kernel has closed its sockets and queue pairs by then. Takes as long as unmapping does.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LAST_BREATH_S if self._has_hung_up() else 0)
+        status = self._process.returncode
+        self._process.kill()
+        self._process.wait()
+        self.sock.close()
+        if status is None:
+            return "its NIXL process was killed"
+        if status < 0:
+            return f"its NIXL process died of {signal.Signals(-status).name}"
+        return f"its NIXL process exited with {status}"
+
+    def _has_hung_up(self) -> bool:
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
