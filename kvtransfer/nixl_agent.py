@@ -52,7 +52,7 @@ class NixlAgent:
 
     def __init__(self, name: str, buffer: memoryview, block_bytes: int) -> None:
         """`buffer` must stay mapped. Takes 0.5 s, and more where registering pins the pages."""
-        api = _load()
+        api = load_api()
         # Its progress thread would spin: one core per agent, idle or not.
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent = api.nixl_agent(name, config)
@@ -99,7 +99,7 @@ class NixlAgent:
         return self._agent.prep_xfer_dlist(agent, descriptors, "DRAM")
 
 
-def _load() -> Any:
+def load_api() -> Any:
     for name in _PACKAGES:
         if importlib.util.find_spec(name):
             return importlib.import_module(f"{name}._api")
