@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.nixl_frames import Open, encode
@@ -33,16 +35,26 @@ class NixlChild:
                 stdout=2,
                 env=_ENVIRONMENT | dict(os.environ),
             )
+        self._lock = threading.Lock()
+        self._how: str | None = None
         self.sock.sendall(encode(order))
 
     def end(self) -> str:
         """Kill it; says how it had ended before. When it returns, nothing of it writes any more.
 
         The kernel has closed its sockets and queue pairs by then. Takes as long as unmapping does.
+        Any thread may call it, also twice.
         """
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_LAST_BREATH_S if self._has_hung_up() else 0)
-        status = self._process.returncode
+        with self._lock:
+            if self._how is None:
+                self._how = self._end()
+            return self._how
+
+    def _end(self) -> str:
+        if self._has_hung_up():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LAST_BREATH_S)
+        status = self._process.poll()
         self._process.kill()
         self._process.wait()
         self.sock.close()
@@ -53,9 +65,6 @@ class NixlChild:
         return f"its NIXL process exited with {status}"
 
     def _has_hung_up(self) -> bool:
-        try:
-            return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        poller = select.poll()
+        poller.register(self.sock, 0)  # a hang-up is always reported
+        return bool(poller.poll(0))

@@ -85,9 +85,11 @@ class Server:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def news(self) -> str:
-        """The next line that came by itself."""
-        return self._news.pop(0) if self._news else self.line()
+    def news(self, kind: str) -> str:
+        """The next line of that kind that comes, or came, by itself."""
+        while not (line := self._news.pop(0) if self._news else self.line()).startswith(kind):
+            assert line, "the server ended"
+        return line
 
     def ask(self, command: str) -> str:
         assert self.process.stdin is not None
@@ -249,9 +251,9 @@ def test_the_server_learns_the_end_of_each_read_and_whose_it_was(
         ours, other = server.ask("address decode-0"), server.ask("address decode-1")
         async with reading(ours, arena) as reader, reading(other, arena) as stranger:
             await read(reader, blocks(1, 2), blocks(1, 2))
-            assert await asyncio.to_thread(server.news) == "read decode-0 7 1 2"
+            assert await asyncio.to_thread(server.news, "read") == "read decode-0 7 1 2"
             await read(reader, blocks(3), blocks(3))
-            assert await asyncio.to_thread(server.news) == "read decode-0 7 2 1"
+            assert await asyncio.to_thread(server.news, "read") == "read decode-0 7 2 1"
             server.ask("revoke decode-1")
             await read(stranger, blocks(4), blocks(4))
             deadline = time.monotonic() + WAIT_S
@@ -345,7 +347,7 @@ def test_a_server_whose_nixl_process_died_has_new_addresses(arena: Arena, transp
     async def main(server: Server) -> None:
         old = server.ask("address decode-0")
         os.kill(server.nixl_pid(), signal.SIGKILL)
-        assert await asyncio.to_thread(server.news) == "moved"
+        await asyncio.to_thread(server.news, "moved")
         async with reading(old, arena) as reader:
             with pytest.raises(TransferFailed):
                 await read(reader, ALL, ALL)
@@ -356,6 +358,22 @@ def test_a_server_whose_nixl_process_died_has_new_addresses(arena: Arena, transp
 
     with serving() as server:
         asyncio.run(main(server))
+
+
+async def read_all_at_last(server: Server, arena: Arena) -> None:
+    """The server's NIXL process does what was left to do, or dies of it and is started again."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        assert time.monotonic() < deadline
+        address = server.ask("address decode-0")
+        if address == "starting":
+            server.news("moved")
+            continue
+        async with reading(address, arena) as reader:
+            with contextlib.suppress(TransferFailed):
+                await read(reader, ALL, ALL[::-1])
+                break
+    assert content(arena) == ALL[::-1]
 
 
 @pytest.mark.parametrize("end", ["timeout", "cancel", "close"])
@@ -384,24 +402,10 @@ def test_a_read_that_is_given_up_writes_no_more(arena: Arena, over_tcp: None, en
             finally:
                 os.kill(pid, signal.SIGCONT)
 
-    async def read_again(server: Server) -> None:
-        """By then the peer has done what was left to do, or died of it and started again."""
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            assert time.monotonic() < deadline
-            address = server.ask("address decode-0")
-            if not address.startswith("nixl:"):
-                continue
-            async with reading(address, arena) as reader:
-                with contextlib.suppress(TransferFailed):
-                    await read(reader, ALL, ALL[::-1])
-                    break
-        assert content(arena) == ALL[::-1]
-
     with serving() as server:
         asyncio.run(main(server))
         assert content(arena) == [EMPTY] * NUM_BLOCKS
-        asyncio.run(read_again(server))
+        asyncio.run(read_all_at_last(server, arena))
 
 
 def test_a_cancelled_read_of_a_healthy_peer_costs_no_new_process(
@@ -441,39 +445,87 @@ def test_the_death_of_our_nixl_process_fails_the_read_and_the_next_one_works(
         asyncio.run(main(server))
 
 
-# A worker that reads a block, says the pid of its NIXL process, and waits.
+# A worker that reads a block, says the pid of its NIXL process and, told so, reads all blocks.
 READER = f"""
 import asyncio, sys
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.nixl_reader import NixlReader
 
+ALL = list(range({NUM_BLOCKS}))
+
 async def main():
     reader = NixlReader(sys.argv[1], Arena.create({NUM_BLOCKS}, {BLOCK_BYTES}))
     await reader.read({LEASE}, {GENERATION}, [0], [0], timeout_s={WAIT_S})
     print(reader._child._process.pid, flush=True)
-    sys.stdin.read()
+    sys.stdin.readline()
+    task = asyncio.create_task(reader.read({LEASE}, {GENERATION}, ALL, ALL, timeout_s={WAIT_S}))
+    await asyncio.wait([task], timeout=0.1)
+    print("reads" if not task.done() else "has read", flush=True)
+    await task
 
 asyncio.run(main())
 """
 
 
+@contextlib.contextmanager
+def reading_process(address: str) -> "Iterator[subprocess.Popen[str]]":
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as worker:
+        yield worker
+        worker.kill()
+
+
 def test_no_process_outlives_its_worker(arena: Arena, transports: str) -> None:
-    with serving() as server:
-        address = server.ask("address decode-0")
-        with subprocess.Popen(
-            [sys.executable, "-c", READER, address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as worker:
-            assert worker.stdout is not None
-            pid = int(worker.stdout.readline())
-            worker.kill()
-            wait_for_end(pid)
-        assert server.news().startswith("read decode-0")
+    with serving() as server, reading_process(server.ask("address decode-0")) as worker:
+        assert worker.stdout is not None
+        pid = int(worker.stdout.readline())
+        worker.kill()
+        wait_for_end(pid)
         pid = server.nixl_pid()
         server.process.kill()
         wait_for_end(pid)
+
+
+def test_a_reader_that_dies_in_mid_read_leaves_a_server_that_serves(
+    arena: Arena, over_tcp: None
+) -> None:
+    with serving() as server, reading_process(server.ask("address decode-0")) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        theirs, pid = int(worker.stdout.readline()), server.nixl_pid()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+            assert worker.stdout.readline() == "reads\n"
+            worker.kill()
+            wait_for_end(theirs)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        asyncio.run(read_all_at_last(server, arena))
+
+
+@pytest.mark.parametrize("moment", ["serving", "lost", "starting"])
+def test_an_exporter_closes_at_any_time(arena: Arena, over_tcp: None, moment: str) -> None:
+    """Also when its process has died, and while the next one starts."""
+    exporter = NixlExporter(arena)
+    exporter.start()
+    first = exporter._child
+    assert first is not None
+    if moment != "serving":
+        os.kill(first._process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + WAIT_S
+    while moment == "starting" and exporter._child in (None, first):
+        assert time.monotonic() < deadline
+    exporter.close()
+    assert time.monotonic() < deadline - WAIT_S / 2
+    assert not exporter._watcher.is_alive()
+    for child in (first, exporter._child):
+        assert child is None or not is_running(child._process.pid)
 
 
 def test_closing_leaves_no_file_and_no_process(arena: Arena, over_tcp: None) -> None:
