@@ -203,7 +203,7 @@ class OutgoingGrants:
         scheduler, ledger = self._context.scheduler, self._context.ledger
         prefix = ledger.take_prefix(scheduler.prefix_hashes(sequence))
         missing = blocks_for(len(sequence.token_ids)) - len(prefix)
-        if not scheduler.has_room(missing):
+        if not scheduler.has_room_for_grant(sequence, missing):
             ledger.release(prefix)
             return None
         if not ledger.check_seals(prefix):
