@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from local_cluster import RunningCluster
@@ -114,6 +115,26 @@ def test_a_prefill_worker_may_die_in_the_middle_and_come_back(
         results = list(pool.map(lambda _: reader.generate("hello there", max_tokens=8), range(20)))
     assert {result.token_ids for result in results} == {short.token_ids}
     assert victim in {result.prefill_worker for result in results}
+
+
+def test_a_decode_worker_comes_back_under_its_name(
+    mortal: RunningCluster, reader: Client, colocated: RunningCluster
+) -> None:
+    """Its arena of the old life is mapped nowhere, and that of the new one in place everywhere."""
+    with Client(colocated.bind) as client:
+        expected = client.generate("hello there", max_tokens=8)
+    before = epochs(reader)
+    os.kill(pid_of(mortal, "decode-1"), signal.SIGKILL)
+    wait_until_back(reader, "decode-1", before["decode-1"])
+    with ThreadPoolExecutor(20) as pool:
+        results = list(pool.map(lambda _: reader.generate("hello there", max_tokens=8), range(20)))
+    after = epochs(reader)
+    assert {name for name in after if after[name] != before[name]} == {"decode-1"}
+    assert {result.token_ids for result in results} == {expected.token_ids}
+    assert "decode-1" in {result.decode_worker for result in results}
+    for name in ("prefill-0", "prefill-1"):
+        maps = Path(f"/proc/{pid_of(mortal, name)}/maps").read_text()
+        assert maps.count("memfd:llmrt-kv") == 3  # its own, and those of two owners
 
 
 def test_a_prefill_worker_that_pauses_is_waited_for(
