@@ -166,8 +166,9 @@ class OutgoingGrants:
                 self._links.avoid(opened.peer)
                 opened.abandon(f"the prefill worker said nothing for {opened.silent_s:g} s")
                 self._settle(opened)
-        for opened in self._open.values():
+        for opened in list(self._open.values()):
             opened.beat()
+            self._settle(opened)
         self._fencing.beat(o for o in self._open.values() if isinstance(o, GrantedPrefill))
 
     def __len__(self) -> int:
