@@ -8,6 +8,7 @@ import pytest
 
 from llmrt.kvtransfer.ledger import Ledger
 from llmrt.simulation.cluster import COLOCATED, SPLIT, Cluster, Layout
+from llmrt.simulation.processes import SimClient
 from llmrt.simulation.world import Faults
 from llmrt.wire.ids import BlockId, WorkerName
 from llmrt.wire.messages import Finished
@@ -150,8 +151,11 @@ def chat(cluster: Cluster, num_turns: int = 3) -> None:
     for turn in range(num_turns):
         prompt = array("I", range(first, first + 70 + 40 * turn))
         params = SamplingParams(max_tokens=world.rng.choice([1, 8, 40]), seed=7, temperature=1.0)
-        ask = partial(cluster.submit, client, prompt, params)
-        world.after(turn * world.rng.uniform(0, 0.5), ask)
+        world.after(turn * world.rng.uniform(0, 0.5), partial(ask, cluster, client, prompt, params))
+
+
+def ask(cluster: Cluster, client: SimClient, prompt: "array[int]", params: SamplingParams) -> None:
+    cluster.submit(client, prompt, params)
 
 
 @pytest.mark.parametrize("faults", [None, LOSSY], ids=["calm", "lossy"])
