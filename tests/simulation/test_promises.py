@@ -98,7 +98,7 @@ def kill_some(cluster: Cluster) -> None:
 def test_killed_workers_cost_no_token_and_no_block(layout: Layout, seed: int) -> None:
     cluster = Cluster(seed, layout)
     kill_some(cluster)
-    run(cluster)
+    run(cluster, num_requests=40)
     counts = cluster.assert_promises()
     assert counts["stop"] + counts["length"] >= 15
     cluster.assert_nothing_left()
