@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import IO
 
 from llmrt.actor.spawning import PARENT_ENV
 from llmrt.cli.cluster import are_linked
@@ -29,10 +30,13 @@ class RunningCluster:
 
 
 @contextmanager
-def running_cluster(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[RunningCluster]:
+def running_cluster(
+    *flags: str, env: Mapping[str, str] | None = None, stderr: IO[str] | None = None
+) -> Iterator[RunningCluster]:
     """`llmrt up` with these flags, on free ports, until the block ends, whatever happens in it.
 
-    Exits the script if the cluster does not start: the reason is on stderr then.
+    `stderr` takes its log and those of its children. Exits the script if the cluster does not
+    start: the reason is on stderr then.
     """
     argv = [
         *(sys.executable, "-m", "llmrt.cli.main", "up", "--json"),
@@ -42,7 +46,12 @@ def running_cluster(*flags: str, env: Mapping[str, str] | None = None) -> Iterat
     # A session of its own, so that Ctrl-C reaches it once, by us; and it dies with us.
     full_env = os.environ | {PARENT_ENV: str(os.getpid())} | dict(env or {})
     with subprocess.Popen(
-        argv, stdout=subprocess.PIPE, text=True, start_new_session=True, env=full_env
+        argv,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+        env=full_env,
     ) as up:
         try:
             assert up.stdout is not None

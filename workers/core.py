@@ -243,8 +243,14 @@ class WorkerCore:
                 self._owned.drawn(sequence, token, event.returned_at)
 
     def _peer_died(self, name: WorkerName) -> None:
-        self._context.log("peer.died", "warning", peer=name.worker_id, peer_epoch=name.epoch)
-        self._owned.grants.peer_died(name)
+        num_blocks = self._owned.grants.peer_died(name)
+        self._context.log(
+            "peer.died",
+            "warning",
+            peer=name.worker_id,
+            peer_epoch=name.epoch,
+            num_blocks=num_blocks,
+        )
         self._offered.owner_lost(name)
         self._links.forget(name)
         self._context.costs.forget(name)

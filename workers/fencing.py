@@ -2,7 +2,8 @@
 
 What such a writer may still write is quarantined, and only its confirmed death gives it back. The
 kernel has told us which process maps our arena, so that process is ended and no other; whoever
-supervises it starts it again.
+supervises it starts it again. A broker that starts anew lists nobody at first, and so puts every
+grant into quarantine: a writer that is well is given the time to stop.
 """
 
 from collections.abc import Iterable
@@ -32,7 +33,7 @@ class Fencing:
         for grant in grants:
             if grant.is_silent:
                 self._fence(grant.peer, grants, f"silent for {grant.silent_s:g} s")
-            elif is_too_much and grant.is_quarantined:
+            elif is_too_much and grant.is_quarantined and grant.is_overdue:
                 reason = f"{ledger.num_quarantined} of {ledger.num_blocks} blocks are quarantined"
                 self._fence(grant.peer, grants, reason)
 

@@ -145,13 +145,15 @@ class OutgoingGrants:
             opened.abandon("the prefill worker is lost")
             self._settle(opened)
 
-    def peer_died(self, peer: WorkerName) -> None:
-        """Confirmed: that process can write no more."""
-        self._context.ledger.writer_died(peer)
+    def peer_died(self, peer: WorkerName) -> int:
+        """Confirmed: that process can write no more. Returns how many blocks come back by that."""
+        ended = set(self._context.ledger.writer_died(peer))
         self._fencing.died(peer)
-        for opened in self._of(peer):
+        handovers = self._of(peer)
+        for opened in handovers:
             opened.died()
             self._settle(opened)
+        return sum(len(opened.grant.blocks) for opened in handovers if opened.grant_id in ended)
 
     # -- time --------------------------------------------------------------------------------
 

@@ -89,6 +89,7 @@ class Handover(ABC):
     silent_beats: int = field(default=0, init=False)
     is_held: bool = field(default=False, init=False)
     is_ending: bool = field(default=False, init=False)
+    ending_beats: int = field(default=0, init=False)
     is_over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -114,12 +115,19 @@ class Handover(ABC):
 
     @property
     def silent_s(self) -> float:
-        """By beats and not by the clock: a process that was stopped has heard nobody either."""
-        return self.silent_beats * self.context.settings.beat_s
+        """At least so long; by beats and not by the clock: a process that was stopped has heard
+        nobody either. The first beat may come right behind a word of P.
+        """
+        return max(0, self.silent_beats - 1) * self.context.settings.beat_s
 
     @property
     def is_silent(self) -> bool:
         return self.silent_s >= SILENCE_S
+
+    @property
+    def is_overdue(self) -> bool:
+        """P speaks, and does not stop: no step of use to a request takes so long."""
+        return (self.ending_beats - 1) * self.context.settings.beat_s >= SILENCE_S
 
     # -- what differs ------------------------------------------------------------------------
 
@@ -150,6 +158,7 @@ class Handover(ABC):
     def beat(self) -> None:
         """Say again what was not answered."""
         if self.is_ending:
+            self.ending_beats += 1
             self.send_withdraw()
         elif not self.is_held:
             self.send_offer()

@@ -3,9 +3,11 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from local_cluster import RunningCluster
@@ -116,6 +118,26 @@ def test_a_prefill_worker_may_die_in_the_middle_and_come_back(
     assert victim in {result.prefill_worker for result in results}
 
 
+def test_a_decode_worker_comes_back_under_its_name(
+    mortal: RunningCluster, reader: Client, colocated: RunningCluster
+) -> None:
+    """Its arena of the old life is mapped nowhere, and that of the new one in place everywhere."""
+    with Client(colocated.bind) as client:
+        expected = client.generate("hello there", max_tokens=8)
+    before = epochs(reader)
+    os.kill(pid_of(mortal, "decode-1"), signal.SIGKILL)
+    wait_until_back(reader, "decode-1", before["decode-1"])
+    with ThreadPoolExecutor(20) as pool:
+        results = list(pool.map(lambda _: reader.generate("hello there", max_tokens=8), range(20)))
+    after = epochs(reader)
+    assert {name for name in after if after[name] != before[name]} == {"decode-1"}
+    assert {result.token_ids for result in results} == {expected.token_ids}
+    assert "decode-1" in {result.decode_worker for result in results}
+    for name in ("prefill-0", "prefill-1"):
+        maps = Path(f"/proc/{pid_of(mortal, name)}/maps").read_text()
+        assert maps.count("memfd:llmrt-kv") == 3  # its own, and those of two owners
+
+
 def test_a_prefill_worker_that_pauses_is_waited_for(
     mortal: RunningCluster, reader: Client, colocated: RunningCluster
 ) -> None:
@@ -153,6 +175,47 @@ def test_a_prefill_worker_that_stays_frozen_is_fenced(
     rows = {row.worker_id: row for row in reader.workers().workers}
     assert rows[request.decode_worker].num_fenced == 1
     assert rows[request.decode_worker].num_quarantined_blocks == 0
+
+
+def test_an_owner_serves_on_while_a_stopped_writer_has_40_percent_of_its_arena(
+    start_cluster: StartCluster,
+) -> None:
+    """It is stopped before it hears of the grant, or this small model would be done with it."""
+    with (
+        start_cluster("--prefill", "1", "--decode", "1", "--kv-tokens", "8192") as cluster,
+        Client(cluster.bind) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        wait_until_linked(client, 2)
+        old = epochs(client)["prefill-0"]
+        events: list[StreamEvent] = []
+        with client.stream("A story", max_tokens=4000, ignore_eos=True, deadline_s=90) as stream:
+            for event in stream:
+                events.append(event)
+                if len(events) == 5:
+                    os.kill(pid_of(cluster, "prefill-0"), signal.SIGSTOP)
+                    stopped_at, num_before = time.monotonic(), len(events)
+                    asked = pool.submit(client.generate, long_prompt(4), max_tokens=2)
+                    wait_until(lambda: num_granted(client) >= 0.4 * 256, 4, "40 % are granted")
+                elif len(events) % 20 == 0 and has_fenced(client):
+                    break
+        assert time.monotonic() - stopped_at < 10
+        assert len(events) - num_before > 50
+        assert asked.result(60).usage.completion_tokens == 2
+        wait_until(lambda: epochs(client).get("prefill-0", old) != old, BACK_S, "P is back")
+        wait_until_idle(client, 30)
+
+
+def num_granted(client: Client) -> int:
+    """Blocks of the owner that are neither free nor cached: one of them is its stream's."""
+    (row,) = (row for row in client.workers().workers if row.role == "decode")
+    return row.num_blocks - row.num_free_blocks - row.num_cached_blocks - 1
+
+
+def has_fenced(client: Client) -> bool:
+    """An owner has ended a writer, and has its blocks back."""
+    rows = client.workers().workers
+    return any(row.num_fenced and not row.num_quarantined_blocks for row in rows)
 
 
 def test_a_frozen_owner_loses_its_stream_to_another(mortal: RunningCluster, reader: Client) -> None:

@@ -34,6 +34,7 @@ class Model:
 
     requests: list[Request] = field(default_factory=list)
     grants: dict[GrantId, Grant] = field(default_factory=dict)
+    chains: dict[GrantId, list[bytes]] = field(default_factory=dict)
     silent: set[GrantId] = field(default_factory=set)
     leases: dict[LeaseId, tuple[WorkerName, tuple[BlockId, ...], float]] = field(
         default_factory=dict
@@ -159,6 +160,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.taken(list(grant.blocks))
             self.model.requests.remove(request)
             self.model.grants[grant.grant_id] = grant
+            self.model.chains[grant.grant_id] = chain
 
     @rule(target=ended_grants, pick=picks)
     def commit(self, pick: int) -> GrantId:
@@ -173,7 +175,8 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.unpinned(list(grant.all_blocks)[::-1])
         else:
             assert blocks == list(grant.all_blocks)
-            self.model.requests.append(Request(blocks, [], len(grant.prefix)))
+            chain = self.model.chains[grant.grant_id]
+            self.model.requests.append(Request(blocks, chain, len(grant.prefix)))
         return grant.grant_id
 
     @rule(target=ended_grants, pick=picks)

@@ -1,12 +1,18 @@
 """Whole clusters of real machines in virtual time: the promises hold under faults and kills."""
 
+from array import array
 from functools import partial
+from typing import Any
 
 import pytest
 
+from llmrt.kvtransfer.ledger import Ledger
 from llmrt.simulation.cluster import COLOCATED, SPLIT, Cluster, Layout
+from llmrt.simulation.processes import SimClient
 from llmrt.simulation.world import Faults
+from llmrt.wire.ids import BlockId, WorkerName
 from llmrt.wire.messages import Finished
+from llmrt.wire.sampling import SamplingParams
 
 LEASES = Layout(num_prefill=2, num_decode=2, transfer="tcp")
 # Just above what the longest request takes: everything is preempted now and then.
@@ -92,7 +98,7 @@ def kill_some(cluster: Cluster) -> None:
 def test_killed_workers_cost_no_token_and_no_block(layout: Layout, seed: int) -> None:
     cluster = Cluster(seed, layout)
     kill_some(cluster)
-    run(cluster)
+    run(cluster, num_requests=40)
     counts = cluster.assert_promises()
     assert counts["stop"] + counts["length"] >= 15
     cluster.assert_nothing_left()
@@ -128,6 +134,62 @@ def test_writers_that_stall_and_come_back_late_cost_no_token_and_no_block(
     run(cluster)
     cluster.assert_promises()
     cluster.assert_nothing_left()
+
+
+SHARING = {
+    "grants": Layout(num_prefill=2, num_decode=1, num_blocks=12),
+    "leases": Layout(num_prefill=2, num_decode=1, num_blocks=12, transfer="tcp"),
+    "beside": Layout(num_both=1, num_prefill=1, num_decode=1, num_blocks=12),
+}
+
+
+def chat(cluster: Cluster, num_turns: int = 3) -> None:
+    """Turns of one conversation, each behind the last one's prompt and some new tokens."""
+    world = cluster.world
+    client = world.rng.choice(list(cluster.clients.values()))
+    first = 10 + world.rng.randrange(6) * 60
+    for turn in range(num_turns):
+        prompt = array("I", range(first, first + 70 + 40 * turn))
+        params = SamplingParams(max_tokens=world.rng.choice([1, 8, 40]), seed=7, temperature=1.0)
+        world.after(turn * world.rng.uniform(0, 0.5), partial(ask, cluster, client, prompt, params))
+
+
+def ask(cluster: Cluster, client: SimClient, prompt: "array[int]", params: SamplingParams) -> None:
+    cluster.submit(client, prompt, params)
+
+
+@pytest.mark.parametrize("faults", [None, LOSSY], ids=["calm", "lossy"])
+@pytest.mark.parametrize("layout", SHARING.values(), ids=SHARING.keys())
+@pytest.mark.parametrize("seed", range(3))
+def test_prefixes_that_are_evicted_shared_and_read_at_once_while_writers_stall_and_die(
+    layout: Layout, seed: int, faults: Faults | None
+) -> None:
+    """Six conversations in an arena that holds the prefixes of two of them."""
+    cluster = Cluster(seed, layout, faults)
+    num_shared: list[int] = []
+    make_grant = Ledger.grant
+
+    def watch(ledger: Ledger, writer: WorkerName, count: int, prefix: list[BlockId]) -> Any:
+        num_shared.append(sum(ledger._pins[block] > 1 for block in prefix))
+        return make_grant(ledger, writer, count, prefix)
+
+    world = cluster.world
+    world.run(until=3.0)
+    for _ in range(20):
+        world.at(3.0 + world.rng.uniform(0, 4.0), partial(chat, cluster))
+    for worker in cluster.workers.values():
+        if worker.role == "prefill":
+            stalls = partial(worker.stall, world.rng.choice([0.3, 3.0, 20.0]))
+            world.at(world.rng.uniform(3.0, 7.0), stalls)
+    kill_some(cluster)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ledger, "grant", watch)
+        world.run(until=300.0)
+    cluster.assert_promises()
+    cluster.assert_nothing_left()
+    workers = [*cluster.workers.values(), *cluster.graveyard]
+    assert sum(worker.ledger.num_evicted for worker in workers) > 0
+    assert sum(num_shared) > 0
 
 
 def test_one_seed_replays_one_history() -> None:
