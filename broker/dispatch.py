@@ -1,10 +1,10 @@
 """Who works on a request: placing it, and placing it again when its owner is lost."""
 
 import math
-from collections.abc import Callable
 
 from llmrt.broker.delivery import cancel_at_owner, fail, release_owner
-from llmrt.broker.placement import Candidate, choose
+from llmrt.broker.placement import choose
+from llmrt.broker.prefixes import Prompt, prompt_of
 from llmrt.broker.registry import Worker
 from llmrt.broker.requests import Request
 from llmrt.broker.state import State, Timer
@@ -108,29 +108,56 @@ def _choose_owner(
     workers = state.workers.decoders(request.model, family=request.family, avoid=avoid)
     policy, cursor = state.settings.decode_policy, state.num_decode_choices
     state.num_decode_choices += 1
-    return _choose(state, policy, cursor, workers, state.workers.decode_candidate, now)
+    if len(workers) <= 1:
+        return workers[0] if workers else None
+    prompt = _prompt_for(policy, request)
+    registry = state.workers
+    candidates = [registry.decode_candidate(worker, prompt, now) for worker in workers]
+    return registry.named(choose(policy, candidates, cursor).worker_id)
 
 
-def _choose_prefiller(state: State, owner: Worker, now: float) -> Worker | None:
+def _choose_prefiller(state: State, request: Request, owner: Worker, now: float) -> Worker | None:
+    if request.kind != GENERATE:
+        return None
     workers = state.workers.prefillers(owner)
     # Each owner takes its own turns: two counters in step would always make the same pairs.
     policy, cursor = state.settings.prefill_policy, owner.num_prefill_choices
     owner.num_prefill_choices += 1
-    return _choose(state, policy, cursor, workers, state.workers.prefill_candidate, now)
-
-
-def _choose(
-    state: State,
-    policy: str,
-    cursor: int,
-    workers: list[Worker],
-    as_candidate: Callable[[Worker, float], Candidate],
-    now: float,
-) -> Worker | None:
     if len(workers) <= 1:
         return workers[0] if workers else None
-    chosen = choose(policy, [as_candidate(worker, now) for worker in workers], cursor)
-    return state.workers.named(chosen.worker_id)
+    prompt = _prompt_for(policy, request)
+    candidates = [
+        state.workers.prefill_candidate(
+            worker, prompt if owner.is_copied_from(worker) else None, now
+        )
+        for worker in workers
+    ]
+    return state.workers.named(choose(policy, candidates, cursor).worker_id)
+
+
+def _prompt_for(policy: str, request: Request) -> Prompt | None:
+    """What a choice by this policy looks at; made once, and only where there is a choice."""
+    if policy != "prefix-aware" or request.kind != GENERATE:
+        return None
+    if request.prompt is None:
+        request.prompt = prompt_of(request.frames)
+    return request.prompt
+
+
+def _note_prompt(request: Request, owner: Worker, prefiller: Worker | None) -> None:
+    """Remember who gets the prompt, and how much of it is new there."""
+    prompt = request.prompt
+    if prompt is None:
+        return
+    num_new = prompt.num_tokens - owner.prefixes.num_known_tokens(prompt)
+    owner.prefixes.note(prompt)
+    if prefiller is None:
+        request.await_prompt((owner, num_new))
+        return
+    if owner.is_copied_from(prefiller):
+        num_new = prompt.num_tokens - prefiller.prefixes.num_known_tokens(prompt)
+        prefiller.prefixes.note(prompt)
+    request.await_prompt((owner, num_new), (prefiller, num_new))
 
 
 def _dispatch(state: State, request: Request, owner: Worker, now: float) -> None:
@@ -139,7 +166,8 @@ def _dispatch(state: State, request: Request, owner: Worker, now: float) -> None
     request.attempt = Attempt(state.epoch, request.attempt.n + 1)
     request.stage, request.dispatched_at, request.num_unnamed = "waiting", now, 0
     _note_numerics(state, request, owner)
-    prefiller = _choose_prefiller(state, owner, now) if request.kind == GENERATE else None
+    prefiller = _choose_prefiller(state, request, owner, now)
+    _note_prompt(request, owner, prefiller)
     request.prefill_worker = ""
     if prefiller is not None:
         prefiller.num_routed_prefills += 1

@@ -14,6 +14,7 @@ from itertools import islice
 
 import msgspec
 
+from llmrt.broker.prefixes import Prompt
 from llmrt.broker.registry import Worker
 from llmrt.wire.ids import NO_ATTEMPT, Attempt, ClientId, RequestId
 from llmrt.wire.steps import StepRow
@@ -162,7 +163,8 @@ class Request(msgspec.Struct, eq=False, gc=False):
 
     `family` and `numerics_id` are those of the worker whose tokens were passed on. `num_unnamed`
     counts heartbeats of the owner in a row that did not name the request. `admitted_unix_s` is the
-    time that a chat template may show, the same for every owner.
+    time that a chat template may show, the same for every owner. `prompt` is there once routing
+    has looked at it. `pending` tokens of it are to be computed by one of these workers.
     """
 
     request_id: RequestId
@@ -188,6 +190,21 @@ class Request(msgspec.Struct, eq=False, gc=False):
     num_losses: int = 0
     num_kills: int = 0
     first_token_at: float | None = None
+    prompt: Prompt | None = None
+    pending: tuple[tuple[Worker, int], ...] = ()
+
+    def await_prompt(self, *pending: tuple[Worker, int]) -> None:
+        """These workers may have so many tokens to compute."""
+        self.settle_prompt()
+        for worker, num_tokens in pending:
+            worker.num_pending_tokens += num_tokens
+        self.pending = pending
+
+    def settle_prompt(self) -> None:
+        """Nobody has to compute the prompt any more."""
+        for worker, num_tokens in self.pending:
+            worker.num_pending_tokens -= num_tokens
+        self.pending = ()
 
     def asks(self, frames: list[bytes]) -> bool:
         """Whether a repeat with these frames behind its header wants the same."""

@@ -56,4 +56,4 @@ def test_waiting_requests_count_twice_and_places_divide() -> None:
     assert decode_load(4, 4, 8) == 1.0
     assert decode_load(4, 0, 16) < decode_load(4, 0, 8)
     assert decode_load(0, 0, 0) == 0.0
-    assert prefill_load(2, 3) == 5.0
+    assert prefill_load(2, 3, 5) == 1.0
