@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from llmrt.engine import policy
 from llmrt.engine.batch import LOCAL_ARENA, Batch, Drawn, Row, SequenceId, StepResult
 from llmrt.engine.drafting import NO_DRAFTS, Drafting
+from llmrt.engine.prefix_cache import PrefixCache
 from llmrt.engine.sequence import Sequence
-from llmrt.kvtransfer.block_hash import hash_blocks
 from llmrt.kvtransfer.layout import blocks_for
 from llmrt.kvtransfer.ledger import Ledger
 from llmrt.wire.ids import BlockId
@@ -59,6 +59,7 @@ class Scheduler:
     def __init__(self, ledger: Ledger, settings: SchedulerSettings) -> None:
         self.ledger = ledger
         self.settings = settings
+        self.cache = PrefixCache(ledger, is_on=settings.has_prefix_cache)
         self.waiting: dict[SequenceId, Sequence] = {}
         self.running: dict[SequenceId, Sequence] = {}
         self.parked: dict[SequenceId, Sequence] = {}
@@ -120,15 +121,6 @@ class Scheduler:
         sequence.is_removed = True
         if not sequence.in_step:
             self._release(sequence)
-
-    # -- prefix cache ------------------------------------------------------------------------
-
-    def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Hashes of the full blocks before its last token: that one is always computed."""
-        if not self.settings.has_prefix_cache:
-            return []
-        self._hash(sequence)
-        return sequence.block_hashes[: (len(sequence.token_ids) - 1) // BLOCK_TOKENS]
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -326,19 +318,19 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence blocks for its whole length, the cached prefix included."""
         if sequence.arena == LOCAL_ARENA:
-            hashes = self.prefix_hashes(sequence)
-            needed = blocks_for(len(sequence.token_ids))
-            prefix = self.ledger.take_prefix(hashes)
-            missing = needed - len(prefix)
-            blocks = self.ledger.allocate(missing) if self.has_room(missing) else None
-            if blocks is None:
+            prefix = self.ledger.take_prefix(self.cache.hashes(sequence))
+            missing = blocks_for(len(sequence.token_ids)) - len(prefix)
+            if not self.has_room(missing):
                 self.ledger.release(prefix)
                 return False
             if not self.ledger.check_seals(prefix):
-                self.ledger.release([*prefix, *blocks])
+                self.ledger.release(prefix)
                 return self._start(sequence)  # without the blocks that had changed
-            sequence.blocks = array("I", [*prefix, *blocks])
-            sequence.num_computed = len(prefix) * BLOCK_TOKENS
+            tail = self.cache.take_tail(sequence, len(prefix))
+            blocks = self.ledger.allocate(missing - len(tail.blocks))
+            assert blocks is not None
+            sequence.blocks = array("I", [*prefix, *tail.blocks, *blocks])
+            sequence.num_computed = len(prefix) * BLOCK_TOKENS + tail.num_tokens
             sequence.num_sealed = len(prefix)
             if sequence.num_preemptions == 0:
                 sequence.num_cached = sequence.num_computed
@@ -362,29 +354,13 @@ class Scheduler:
             len(drafts),
         )
 
-    def _hash(self, sequence: Sequence) -> None:
-        hashes = sequence.block_hashes
-        num_full = len(sequence.token_ids) // BLOCK_TOKENS
-        if len(hashes) < num_full:
-            start = len(hashes) * BLOCK_TOKENS
-            new = sequence.token_ids[start : num_full * BLOCK_TOKENS]
-            parent = hashes[-1] if hashes else b""
-            hashes += hash_blocks(new, salt=sequence.salt, parent=parent)
-
     def _seal(self, sequence: Sequence) -> None:
-        """Put blocks that are complete into the prefix cache."""
-        if sequence.arena != LOCAL_ARENA or not self.settings.has_prefix_cache:
-            return
-        num_full = sequence.num_computed // BLOCK_TOKENS
-        if num_full > sequence.num_sealed:
-            self._hash(sequence)
-            for i in range(sequence.num_sealed, num_full):
-                self.ledger.seal(BlockId(sequence.blocks[i]), sequence.block_hashes[i])
-            sequence.num_sealed = num_full
+        if sequence.arena == LOCAL_ARENA:
+            self.cache.seal(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.arena == LOCAL_ARENA:
-            self.ledger.release([BlockId(block) for block in sequence.blocks])
+            self.cache.release(sequence)
             sequence.blocks = array("I")
             sequence.num_computed = sequence.num_sealed = 0
 

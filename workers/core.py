@@ -394,7 +394,9 @@ class WorkerCore:
 
     def _load(self) -> m.Load:
         scheduler, ledger = self._context.scheduler, self._context.ledger
-        waiting_since = min((s.order for s in scheduler.waiting.values()), default=self._context.now)
+        waiting_since = min(
+            (s.order for s in scheduler.waiting.values()), default=self._context.now
+        )
         return m.Load(
             num_running=len(scheduler.running) + len(scheduler.parked),
             num_waiting=len(scheduler.waiting),

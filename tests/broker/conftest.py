@@ -130,10 +130,15 @@ class Rig:
         return self.client(m.HELLO, None, encode_body(m.Hello(process=process)), client=client)
 
     def generate(
-        self, number: int = 1, *, model: str | None = None, **options: Any
+        self,
+        number: int = 1,
+        *,
+        model: str | None = None,
+        prompt: bytes = b"prompt",
+        **options: Any,
     ) -> list[Effect]:
         body = m.Generate(prompt_kind="text", sampling=SamplingParams(), model=model)
-        return self.client(m.GENERATE, number, encode_body(body), b"prompt", **options)
+        return self.client(m.GENERATE, number, encode_body(body), prompt, **options)
 
     def register(self, name: str, role: str = "both", **options: Any) -> list[Effect]:
         """Register a worker whose routing id is its name, unless told otherwise."""

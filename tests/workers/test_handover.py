@@ -108,11 +108,11 @@ def test_ds_cached_prefix_is_offered_and_not_computed_again(pair: Any, tokens_of
         owner.dispatch(tokens_of(100), number=number, prefill=prefill.name, max_tokens=1)
         (offer,) = pass_on(owner, prefill, m.OFFER)
         (row,) = prefill.batch().rows
-        assert (offer.body.num_given, row.start) == ((0, 0) if number == 1 else (96, 96))
+        assert (offer.body.num_given, row.start) == ((0, 0) if number == 1 else (99, 99))
         prefill.step(50)
         pass_on(prefill, owner, m.COMMIT)
         pass_on(owner, prefill, m.COMMITTED)
-    assert owner.sent(m.FINISHED)[1].body.usage.cached_tokens == 96
+    assert owner.sent(m.FINISHED)[1].body.usage.cached_tokens == 99
 
 
 def test_one_token_leaves_no_block_granted(pair: Any) -> None:
@@ -407,7 +407,7 @@ def test_a_prompt_read_under_a_lease_enters_the_owners_cache(tcp_pair: Any, toke
         pass_on(owner, prefill, m.LEASE_CONFIRM)
         pass_on(prefill, owner, m.LEASE_CONFIRMED)
         pass_on(owner, prefill, m.LEASE_RELEASE)
-    assert owner.ledger.num_cached == 3
+    assert owner.ledger.num_cached == 4  # one of them is not full
 
 
 def test_a_prompt_too_large_for_p_is_refused_at_once(
@@ -439,7 +439,7 @@ def test_a_preempted_sequence_is_offered_again_with_what_is_cached_by_then(
     owner.clear()
     owner.tick()
     (offer,) = pass_on(owner, prefill, m.OFFER)
-    assert offer.body.num_given == 64
+    assert offer.body.num_given == 66
     prefill.clear()
     prefill.step(53)
     pass_on(prefill, owner, m.COMMIT)

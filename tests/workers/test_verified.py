@@ -324,7 +324,7 @@ BAD_OFFERS: dict[str, Any] = {
     "no tokens": ({}, lambda t, b: (t[:0], b), "does not cover its prompt"),
     "unknown token": ({}, lambda t, b: (t[:-1] + array("I", [99999]), b), "token 99999 is unknown"),
     "all given": ({"num_given": 100}, lambda t, b: (t, b), "100 of 100 tokens cannot be given"),
-    "half a block given": ({"num_given": 16}, lambda t, b: (t, b), "full blocks can"),
+    "half a block": ({"mode": "lease", "num_given": 16}, lambda t, b: (t, b), "full blocks can"),
     "negative": ({"num_given": -32}, lambda t, b: (t, b), "-32 of 100 tokens"),
     "unknown checksums": ({"checksums": "md5"}, lambda t, b: (t, b), "checksums are 'md5'"),
     "stale generation": ({"arena_generation": 2}, lambda t, b: (t, b), "is not mapped here"),
