@@ -6,6 +6,8 @@ begins with the same tokens may take over and go on filling. So the next turn of
 token again that has KV.
 """
 
+from collections.abc import Iterable
+from itertools import takewhile
 from typing import NamedTuple
 
 from llmrt.engine.sequence import Sequence
@@ -13,6 +15,9 @@ from llmrt.kvtransfer.block_hash import hash_blocks, tail_key
 from llmrt.kvtransfer.ledger import Ledger
 from llmrt.wire.ids import BlockId
 from llmrt.wire.kv import BLOCK_TOKENS
+
+# Who waits for a prefix waits for so many times the tokens that this saves, at most.
+MAX_WAIT = 2
 
 
 class Tail(NamedTuple):
@@ -38,6 +43,22 @@ class PrefixCache:
             return []
         self._hash(sequence)
         return sequence.block_hashes[: (len(sequence.token_ids) - 1) // BLOCK_TOKENS]
+
+    def find_coming(
+        self, sequence: Sequence, others: Iterable[Sequence]
+    ) -> tuple[Sequence, int] | None:
+        """One of `others` that is computing blocks which the sequence would find cached then, and
+        how many they have in common; None if waiting for them would not pay.
+        """
+        hashes = self.hashes(sequence)
+        num_cached = self._ledger.lookup(hashes)
+        for other in others if num_cached < len(hashes) else ():
+            pairs = zip(hashes[num_cached:], other.block_hashes[num_cached:], strict=False)
+            num_new = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            num_common = num_cached + num_new
+            if num_new and _num_to_wait(other, num_common) <= MAX_WAIT * num_new * BLOCK_TOKENS:
+                return other, num_common
+        return None
 
     def take_tail(self, sequence: Sequence, num_prefix: int) -> Tail:
         """What may be taken over behind the first `num_prefix` blocks; held by the caller then."""
@@ -82,3 +103,13 @@ class PrefixCache:
 def _tail_key(sequence: Sequence, num_full: int) -> bytes:
     parent = sequence.block_hashes[num_full - 1] if num_full else b""
     return tail_key(parent, salt=sequence.salt)
+
+
+def _num_to_wait(other: Sequence, num_blocks: int) -> int:
+    """Tokens that `other` computes until its first `num_blocks` are cached here.
+
+    If it is parked, they come with the rest of its prompt.
+    """
+    if other.num_parked:
+        return len(other.token_ids) - other.num_cached
+    return num_blocks * BLOCK_TOKENS - other.num_computed

@@ -14,6 +14,7 @@ Rules that are hard to see in the code:
   its tokens, by the same code as a new one.
 - With `num_drafts`, a decode of a sequence that repeats itself takes guesses along
   (`llmrt.engine.drafting`).
+- A prompt that begins with what another one is computing waits for that, and then finds it cached.
 - While a step runs, the sequences in it keep their blocks, even if they are removed.
 - While a step runs, the next one may be made *ahead*, if it consists of decodes alone, as if every
   sequence went on: its tokens are filled in by whoever runs it, between the two, so that the
@@ -85,6 +86,15 @@ class Scheduler:
         """Waiting sequences whose place is not decided, first come first."""
         unplaced = [s for s in self.waiting.values() if not s.is_placed]
         return sorted(unplaced, key=lambda s: s.sort_key)
+
+    def awaits_prefix(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence should wait on: what it begins with is being computed."""
+        awaited = sequence.awaited
+        if awaited is None or not self._is_computing(*awaited):
+            prefilling = (s for s in self.running.values() if s.is_prefilling)
+            others = (s for s in prefilling if s.arena == LOCAL_ARENA)
+            sequence.awaited = self.cache.find_coming(sequence, [*others, *self.parked.values()])
+        return sequence.awaited is not None
 
     def park(self, sequence: Sequence, num_blocks: int) -> None:
         """Take a waiting sequence out while its prompt is computed elsewhere."""
@@ -232,6 +242,12 @@ class Scheduler:
                 self._release(sequence)
         return sequences
 
+    def _is_computing(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Whether the sequence has yet to give its first blocks."""
+        if sequence.sequence_id in self.parked:
+            return True
+        return sequence.sequence_id in self.running and sequence.num_sealed < num_blocks
+
     def _is_steady(self) -> bool:
         """All that could run is in the running step, and decodes or will."""
         assert self.step is not None
@@ -312,7 +328,11 @@ class Scheduler:
     def _admit(self) -> None:
         placed = [s for s in self.waiting.values() if s.is_placed]
         for sequence in sorted(placed, key=lambda s: s.sort_key):
-            if not self.has_slot() or not self._start(sequence):
+            if not self.has_slot():
+                return
+            if sequence.arena == LOCAL_ARENA and self.awaits_prefix(sequence):
+                continue
+            if not self._start(sequence):
                 return
 
     def _start(self, sequence: Sequence) -> bool:
