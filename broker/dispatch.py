@@ -145,19 +145,19 @@ def _prompt_for(policy: str, request: Request) -> Prompt | None:
 
 
 def _note_prompt(request: Request, owner: Worker, prefiller: Worker | None) -> None:
-    """Remember who gets the prompt, and how much of it is new there."""
+    """Remember who gets the prompt, and whose queue grows by what is new of it.
+
+    An owner with a queue hands its prompts to its prefill worker, if there is one.
+    """
     prompt = request.prompt
     if prompt is None:
         return
     num_new = prompt.num_tokens - owner.prefixes.num_known_tokens(prompt)
     owner.prefixes.note(prompt)
-    if prefiller is None:
-        request.await_prompt((owner, num_new))
-        return
-    if owner.is_copied_from(prefiller):
+    if prefiller is not None and owner.is_copied_from(prefiller):
         num_new = prompt.num_tokens - prefiller.prefixes.num_known_tokens(prompt)
         prefiller.prefixes.note(prompt)
-    request.await_prompt((owner, num_new), (prefiller, num_new))
+    request.await_prompt(prefiller or owner, num_new)
 
 
 def _dispatch(state: State, request: Request, owner: Worker, now: float) -> None:

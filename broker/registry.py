@@ -29,8 +29,8 @@ MAX_CARD_BYTES = 4096
 @dataclass(slots=True, eq=False)
 class Worker:
     """One registered life. `requests` holds those that it owns, in the order of dispatch.
-    `num_prefill_choices` counts prefill workers chosen for it. `num_pending_tokens` are those of
-    routed prompts that have no first token yet, without what is cached of them.
+    `num_prefill_choices` counts prefill workers chosen for it. `num_pending_tokens` are those that
+    it is thought to compute for requests without a first token.
 
     `suspect_at` is when a message to it could not be sent and nothing was heard since; such a
     worker is given nothing.
