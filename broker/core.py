@@ -170,8 +170,12 @@ class BrokerCore:
         assert owned | state.requests.homeless.keys() == live.keys()
         for request in live.values():
             assert request.owner is None or state.workers.is_alive(request.owner)
+            assert request.owner or request.prompt_worker is None
             assert (Timer.DEADLINE, request.request_id) in state.timers
             assert request.owner or (Timer.HOMELESS, request.request_id) in state.timers
+        for worker in state.workers:
+            pending = [r.num_pending for r in live.values() if r.prompt_worker is worker]
+            assert worker.num_pending_tokens == sum(pending)
         assert all((Timer.ENDED, request_id) in state.timers for request_id in ended)
         assert all((Timer.WORKER, worker.routing_id) in state.timers for worker in state.workers)
         assert {i for client in state.clients for i in client.requests} == {*live, *ended}

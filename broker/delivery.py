@@ -112,6 +112,7 @@ def forget_ended(state: State, ended: Ended) -> None:
 
 
 def release_owner(request: Request) -> None:
+    request.settle_prompt()
     if request.owner is not None:
         request.owner.requests.pop(request.request_id, None)
         request.owner = None

@@ -3,8 +3,8 @@
 import math
 
 from llmrt.broker.delivery import cancel_at_owner, fail, release_owner
-from llmrt.broker.placement import LONGEST_PREFIX, choose
-from llmrt.broker.prefixes import prompt_pieces
+from llmrt.broker.placement import choose
+from llmrt.broker.prefixes import Prompt, prompt_of
 from llmrt.broker.registry import Worker
 from llmrt.broker.requests import Request
 from llmrt.broker.state import State, Timer
@@ -110,41 +110,54 @@ def _choose_owner(
     state.num_decode_choices += 1
     if len(workers) <= 1:
         return workers[0] if workers else None
-    pieces = _pieces(request) if policy == LONGEST_PREFIX else ()
-    candidates = [state.workers.decode_candidate(worker, pieces, now) for worker in workers]
-    owner = state.workers.named(choose(policy, candidates, cursor).worker_id)
-    if owner is not None:
-        owner.prefixes.add(pieces)
-    return owner
+    prompt = _prompt_for(policy, request)
+    registry = state.workers
+    candidates = [registry.decode_candidate(worker, prompt, now) for worker in workers]
+    return registry.named(choose(policy, candidates, cursor).worker_id)
 
 
 def _choose_prefiller(state: State, request: Request, owner: Worker, now: float) -> Worker | None:
+    if request.kind != GENERATE:
+        return None
     workers = state.workers.prefillers(owner)
     # Each owner takes its own turns: two counters in step would always make the same pairs.
     policy, cursor = state.settings.prefill_policy, owner.num_prefill_choices
     owner.num_prefill_choices += 1
     if len(workers) <= 1:
         return workers[0] if workers else None
-    pieces = _pieces(request) if policy == LONGEST_PREFIX else ()
+    prompt = _prompt_for(policy, request)
     candidates = [
-        # One that writes into the owner's blocks in place caches nothing itself.
-        state.workers.prefill_candidate(worker, () if _is_in_place(owner, worker) else pieces, now)
+        state.workers.prefill_candidate(
+            worker, prompt if owner.is_copied_from(worker) else None, now
+        )
         for worker in workers
     ]
-    prefiller = state.workers.named(choose(policy, candidates, cursor).worker_id)
-    if prefiller is not None and not _is_in_place(owner, prefiller):
-        prefiller.prefixes.add(pieces)
-    return prefiller
+    return state.workers.named(choose(policy, candidates, cursor).worker_id)
 
 
-def _is_in_place(owner: Worker, prefiller: Worker) -> bool:
-    return owner.load.links.get(prefiller.name.worker_id) == "shm"
+def _prompt_for(policy: str, request: Request) -> Prompt | None:
+    """What a choice by this policy looks at; made once, and only where there is a choice."""
+    if policy != "prefix-aware" or request.kind != GENERATE:
+        return None
+    if request.prompt is None:
+        request.prompt = prompt_of(request.frames)
+    return request.prompt
 
 
-def _pieces(request: Request) -> tuple[bytes, ...]:
-    if request.pieces is None:
-        request.pieces = prompt_pieces(request.frames)
-    return request.pieces
+def _note_prompt(request: Request, owner: Worker, prefiller: Worker | None) -> None:
+    """Remember who gets the prompt, and whose queue grows by what is new of it.
+
+    An owner with a queue hands its prompts to its prefill worker, if there is one.
+    """
+    prompt = request.prompt
+    if prompt is None:
+        return
+    num_new = prompt.num_tokens - owner.prefixes.num_known_tokens(prompt)
+    owner.prefixes.note(prompt)
+    if prefiller is not None and owner.is_copied_from(prefiller):
+        num_new = prompt.num_tokens - prefiller.prefixes.num_known_tokens(prompt)
+        prefiller.prefixes.note(prompt)
+    request.await_prompt(prefiller or owner, num_new)
 
 
 def _dispatch(state: State, request: Request, owner: Worker, now: float) -> None:
@@ -153,7 +166,8 @@ def _dispatch(state: State, request: Request, owner: Worker, now: float) -> None
     request.attempt = Attempt(state.epoch, request.attempt.n + 1)
     request.stage, request.dispatched_at, request.num_unnamed = "waiting", now, 0
     _note_numerics(state, request, owner)
-    prefiller = _choose_prefiller(state, request, owner, now) if request.kind == GENERATE else None
+    prefiller = _choose_prefiller(state, request, owner, now)
+    _note_prompt(request, owner, prefiller)
     request.prefill_worker = ""
     if prefiller is not None:
         prefiller.num_routed_prefills += 1

@@ -6,26 +6,29 @@ import msgspec
 
 from llmrt.wire.ids import WorkerId
 
-LONGEST_PREFIX = "longest-prefix"
-# Pieces, some thousand tokens: from here on a prefix is worth all the slack.
-FULL_OVERLAP = 8
+# A worker whose places are all taken, 32 as a rule, has as much to do as with a prompt of so many
+# tokens: a stream has some hundred tokens to come, each about as dear as one of a prompt.
+FULL_LOAD_TOKENS = 4096
+# With these a prefill worker computes into the owner's blocks, or nothing yet: its own cache does
+# not matter.
+_WITHOUT_COPY = frozenset({"shm", "pending", "refused"})
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A worker that could take the request.
 
-    `load` is comparable between candidates only. `pressure` decides between equal loads. A
-    stale worker has missed a beat: it is taken only if every candidate is stale. `overlap` counts
-    the pieces at the start of the prompt that it has seen, for which it may have up to `slack` more
-    load than another.
+    `load` is the share of its places that is taken; at 1 the next request waits for one.
+    `pressure` decides between equal loads. `num_queued` tokens of other prompts are computed
+    before this one's, of which the worker may have the first `num_cached` in its cache. A stale
+    worker has missed a beat: it is taken only if every candidate is stale.
     """
 
     worker_id: WorkerId
     load: float
     pressure: float = 0.0
     is_stale: bool = False
-    overlap: int = 0
-    slack: float = 0.0
+    num_queued: int = 0
+    num_cached: int = 0
 
 
 def choose(policy: str, candidates: Sequence[Candidate], cursor: int) -> Candidate:
@@ -43,32 +46,33 @@ def round_robin(candidates: Sequence[Candidate], cursor: int) -> Candidate:
 
 def least_loaded(candidates: Sequence[Candidate], cursor: int) -> Candidate:
     """Ties go round, so that equal workers share short requests that never overlap."""
+    return min(_from_turn(candidates, cursor), key=lambda c: (c.load, c.pressure))
+
+
+def prefix_aware(candidates: Sequence[Candidate], cursor: int) -> Candidate:
+    """Whoever has the least to compute until this prompt is done, streams counted as tokens.
+
+    So a worker gets the prompts that begin with what it has cached, until it has more to do than
+    another by what the cache saves. One without a free place gets none while another has one.
+    """
+    free = [candidate for candidate in candidates if candidate.load < 1.0] or candidates
+    return min(_from_turn(free, cursor), key=lambda c: (_cost(c), c.pressure))
+
+
+def _cost(candidate: Candidate) -> float:
+    """In prompt tokens. What the prompt costs where nothing is cached is the same for all."""
+    return candidate.num_queued - candidate.num_cached + FULL_LOAD_TOKENS * candidate.load
+
+
+def _from_turn(candidates: Sequence[Candidate], cursor: int) -> list[Candidate]:
     turn = cursor % len(candidates)
-    return min(
-        [*candidates[turn:], *candidates[:turn]],
-        key=lambda candidate: (candidate.load, candidate.pressure),
-    )
-
-
-def longest_prefix(candidates: Sequence[Candidate], cursor: int) -> Candidate:
-    """Whoever has seen most of the prompt, unless it is much busier than the least loaded one."""
-    lowest = min(candidate.load for candidate in candidates)
-    near = [c for c in candidates if c.overlap and c.load - lowest <= _tolerated(c)]
-    if not near:
-        return least_loaded(candidates, cursor)
-    longest = max(candidate.overlap for candidate in near)
-    return least_loaded([c for c in near if c.overlap == longest], cursor)
-
-
-def _tolerated(candidate: Candidate) -> float:
-    """A short overlap saves little, and is worth little waiting."""
-    return candidate.slack * min(1.0, candidate.overlap / FULL_OVERLAP)
+    return [*candidates[turn:], *candidates[:turn]]
 
 
 POLICIES: dict[str, Callable[[Sequence[Candidate], int], Candidate]] = {
     "round-robin": round_robin,
     "least-loaded": least_loaded,
-    LONGEST_PREFIX: longest_prefix,
+    "prefix-aware": prefix_aware,
 }
 
 
@@ -77,6 +81,11 @@ def decode_load(num_owned: int, num_waiting: int, max_running: int) -> float:
     return (num_owned + num_waiting) / max(1, max_running)
 
 
-def prefill_load(num_reported: int, num_routed_since: int) -> float:
-    """Prompts in the queue: as last reported, and those that its partners were told of since."""
-    return float(num_reported + num_routed_since)
+def prefill_load(num_reported: int, num_routed_since: int, max_running: int) -> float:
+    """Prompts per place: as last reported, and those that its partners were told of since."""
+    return (num_reported + num_routed_since) / max(1, max_running)
+
+
+def fills_own_cache(transport: str) -> bool:
+    """Whether a prefill worker computes in its own arena for an owner with this link to it."""
+    return transport not in _WITHOUT_COPY

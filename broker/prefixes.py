@@ -1,81 +1,108 @@
-"""Which worker has seen the start of a prompt: chains of hashes over its bytes. Pure.
+"""Which prompts a worker had lately, and so may have in its prefix cache: checksums of their bytes.
 
-The broker has no tokenizer. The bytes of a text, of token ids, or of a chat's turns one after the
-other are cut into pieces, and each piece is hashed together with all before it: a longer chat
-begins with the pieces of a shorter one. A worker is taken to hold what it was sent last, as much of
-it as its arena has room for. Where it has not, a prompt is computed that need not be; nothing else.
+The broker has no tokenizer. It cuts the bytes of a prompt at fixed places and takes the checksum of
+all that is in front of each: prompts that agree up to a cut agree in its checksum. The cuts lie the
+farther apart the later they come, so that a long prompt has few. A chat is its turns in order, so
+that the next question begins with all that came before it. What is wrong here costs time, never an
+answer: the worker looks for itself.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import blake2b
+from itertools import pairwise
+from zlib import crc32
 
 import msgspec
 
 from llmrt.wire.messages import ChatMessage
 
-# Some 128 tokens: less is computed sooner than it is worth thinking about.
-PIECE_BYTES = 512
-# Of longer prompts only the start counts.
-MAX_PIECES = 256
-_HASH_BYTES = 8
-# Of English text, and of token ids.
-_BYTES_PER_TOKEN = 4
-_MIN_PIECES = 64
+# Of English text about, of token ids exactly.
+BYTES_PER_TOKEN = 4
+# A block of 32 tokens; from 2 KiB on, a sixteenth of what lies before.
+FIRST_CUT = 128
+CUT_SHARE = 16
+# What lies behind is not looked at: checksums of so much take 0.2 ms.
+MAX_HASHED_BYTES = 256 << 10
 
 
-class _Chat(msgspec.Struct):
-    """What of a request's body is a part of its prompt."""
+def _make_cuts() -> list[int]:
+    cuts = [0]
+    while cuts[-1] < MAX_HASHED_BYTES:
+        cuts.append(cuts[-1] + max(FIRST_CUT, cuts[-1] // CUT_SHARE))
+    return cuts
+
+
+_CUTS = _make_cuts()
+_SIZES = [end - start for start, end in pairwise(_CUTS)]
+
+
+class Prompt(msgspec.Struct, frozen=True, gc=False):
+    """A prompt as routing sees it: about so many tokens, and a checksum for each cut in it."""
+
+    num_tokens: int
+    checksums: tuple[int, ...]
+
+
+class _Body(msgspec.Struct, frozen=True):
+    """The fields of a request that make its prompt. Others are skipped, not decoded."""
 
     messages: tuple[ChatMessage, ...] = ()
 
 
-_CHAT = msgspec.msgpack.Decoder(_Chat)
+_BODY = msgspec.msgpack.Decoder(_Body)
 
 
-def prompt_pieces(frames: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Hashes of the full pieces of a prompt, whose `frames` are the body and the raw prompt."""
-    prompt = frames[1] if len(frames) > 1 else b""
-    if not prompt:
-        try:
-            messages = _CHAT.decode(frames[0]).messages
-        except msgspec.MsgspecError:  # its worker says what is wrong with it
-            return ()
-        prompt = "".join(f"{turn.role}\0{turn.content}\0" for turn in messages).encode(
-            errors="surrogatepass"
+def prompt_of(frames: Sequence[bytes]) -> Prompt:
+    """The prompt of a `generate` by its frames behind the header, whatever is in them."""
+    try:
+        messages = _BODY.decode(frames[0]).messages
+    except (msgspec.DecodeError, RecursionError):
+        messages = ()  # the worker will say what is wrong
+    turns = "".join([f"{turn.role}\0{turn.content}\0" for turn in messages])
+    return make_prompt(turns.encode(errors="replace") + b"".join(frames[1:2]))
+
+
+def make_prompt(raw: bytes) -> Prompt:
+    view, checksum, checksums = memoryview(raw), 0, []
+    for start, end in pairwise(_CUTS):
+        if end > len(raw):
+            break
+        checksum = crc32(view[start:end], checksum)
+        checksums.append(checksum)
+    return Prompt(len(raw) // BYTES_PER_TOKEN, tuple(checksums))
+
+
+class PrefixIndex:
+    """Prefixes of the prompts that one life of a worker was given, as many as its arena holds.
+
+    The least recently used go first, and of one prompt the longest: so of the prefixes of a prompt
+    all are known up to some length.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_bytes = max_tokens * BYTES_PER_TOKEN
+        self._num_bytes = 0
+        # Bytes between a cut and the one before it, by the checksum at the cut.
+        self._sizes: OrderedDict[int, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def num_known_tokens(self, prompt: Prompt) -> int:
+        """About so many tokens of the prompt, from the first on, were in an earlier one."""
+        known = self._sizes
+        return _CUTS[bisect_left(prompt.checksums, True, key=lambda c: c not in known)] // (
+            BYTES_PER_TOKEN
         )
-    pieces = []
-    piece = b""
-    for start in range(
-        0, min(len(prompt), MAX_PIECES * PIECE_BYTES) - PIECE_BYTES + 1, PIECE_BYTES
-    ):
-        hashed = blake2b(piece, digest_size=_HASH_BYTES)
-        hashed.update(prompt[start : start + PIECE_BYTES])
-        piece = hashed.digest()
-        pieces.append(piece)
-    return tuple(pieces)
 
-
-class SeenPrefixes:
-    """The pieces that one worker was sent, the longest unused first to go."""
-
-    def __init__(self, num_tokens: int) -> None:
-        """`num_tokens` is what the worker's cache holds."""
-        self._limit = max(_MIN_PIECES, num_tokens * _BYTES_PER_TOKEN // PIECE_BYTES)
-        self._pieces: OrderedDict[bytes, None] = OrderedDict()
-
-    def overlap(self, pieces: Sequence[bytes]) -> int:
-        """How many of `pieces`, counted from the first, the worker has seen."""
-        known = self._pieces
-        for number, piece in enumerate(pieces):
-            if piece not in known:
-                return number
-        return len(pieces)
-
-    def add(self, pieces: Sequence[bytes]) -> None:
-        """The worker is sent a prompt of these pieces."""
-        for piece in reversed(pieces):  # so that the tail goes before the head
-            self._pieces[piece] = None
-            self._pieces.move_to_end(piece)
-        while len(self._pieces) > self._limit:
-            self._pieces.popitem(last=False)
+    def note(self, prompt: Prompt) -> None:
+        """The worker gets the prompt."""
+        sizes = self._sizes
+        for checksum, size in zip(
+            reversed(prompt.checksums), reversed(_SIZES[: len(prompt.checksums)]), strict=True
+        ):
+            self._num_bytes += size - sizes.pop(checksum, 0)
+            sizes[checksum] = size
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= sizes.popitem(last=False)[1]

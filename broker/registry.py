@@ -7,20 +7,18 @@ or a token id means; only they are paired, and only they continue each other's r
 that serve one model name may be of several families, but agree in all that decides the text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llmrt.broker.placement import Candidate, decode_load, prefill_load
-from llmrt.broker.prefixes import SeenPrefixes
+from llmrt.broker.placement import Candidate, decode_load, fills_own_cache, prefill_load
+from llmrt.broker.prefixes import PrefixIndex, Prompt
 from llmrt.wire.envelope import encode_body, encode_header
 from llmrt.wire.errors import RegistrationRefused
 from llmrt.wire.ids import RequestId, WorkerId, WorkerName
-from llmrt.wire.kv import KvContract, contract_fault, contract_mismatch, text_mismatch
+from llmrt.wire.kv import BLOCK_TOKENS, KvContract, contract_fault, contract_mismatch, text_mismatch
 from llmrt.wire.messages import PEERS, Heartbeat, Load, Peer, Peers, Register
 
 ROLES = ("both", "prefill", "decode")
-# Loads as in `placement`: a quarter of the places, and two prompts.
-DECODE_SLACK, PREFILL_SLACK = 0.25, 2.0
 # A worker that missed one beat, half a beat of jitter granted, gets no new requests.
 STALE_BEATS = 1.5
 # All cards together must fit the body of one `peers` message.
@@ -31,7 +29,8 @@ MAX_CARD_BYTES = 4096
 @dataclass(slots=True, eq=False)
 class Worker:
     """One registered life. `requests` holds those that it owns, in the order of dispatch.
-    `num_prefill_choices` counts prefill workers chosen for it.
+    `num_prefill_choices` counts prefill workers chosen for it. `num_pending_tokens` are those that
+    it is thought to compute for requests without a first token.
 
     `suspect_at` is when a message to it could not be sent and nothing was heard since; such a
     worker is given nothing.
@@ -43,16 +42,14 @@ class Worker:
     family: int
     heard_at: float
     load_at: float
+    prefixes: PrefixIndex
     load: Load = field(default_factory=Load)
     tokens_per_s: float = 0.0
     requests: dict[RequestId, None] = field(default_factory=dict)
     num_routed_prefills: int = 0
     num_prefill_choices: int = 0
+    num_pending_tokens: int = 0
     suspect_at: float | None = None
-    prefixes: SeenPrefixes = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.prefixes = SeenPrefixes(self.card.num_blocks * self.card.contract.block_tokens)
 
     @property
     def can_decode(self) -> bool:
@@ -61,6 +58,11 @@ class Worker:
     @property
     def can_prefill_for_others(self) -> bool:
         return self.card.role == "prefill"
+
+    def is_copied_from(self, prefiller: "Worker") -> bool:
+        """Whether the prefill worker computes our prompts in its own arena."""
+        transport = self.load.links.get(prefiller.name.worker_id, "pending")
+        return fills_own_cache(transport)
 
     def take_heartbeat(self, beat: Heartbeat, now: float) -> None:
         """The load as of now; it includes the prefills that were routed before."""
@@ -143,6 +145,7 @@ class Registry:
             family=self._family_of(card.contract),
             heard_at=now,
             load_at=now,
+            prefixes=PrefixIndex(card.num_blocks * BLOCK_TOKENS),
             load=Load(num_blocks=card.num_blocks, num_free_blocks=card.num_blocks),
         )
         self._by_routing_id[routing_id] = worker
@@ -190,8 +193,8 @@ class Registry:
             if worker.suspect_at is None and worker.family == owner.family
         ]
 
-    def decode_candidate(self, worker: Worker, pieces: Sequence[bytes], now: float) -> Candidate:
-        """`pieces` are those of the prompt."""
+    def decode_candidate(self, worker: Worker, prompt: Prompt | None, now: float) -> Candidate:
+        """`prompt` is None if the policy does not look at it."""
         load = worker.load
         num_used = load.num_blocks - load.num_free_blocks - load.num_cached_blocks
         return Candidate(
@@ -199,20 +202,24 @@ class Registry:
             decode_load(len(worker.requests), load.num_waiting, worker.card.max_running),
             pressure=num_used / max(1, load.num_blocks),
             is_stale=self.is_stale(worker, now),
-            overlap=worker.prefixes.overlap(pieces),
-            slack=DECODE_SLACK,
+            num_queued=worker.num_pending_tokens,
+            num_cached=0 if prompt is None else worker.prefixes.num_known_tokens(prompt),
         )
 
-    def prefill_candidate(self, worker: Worker, pieces: Sequence[bytes], now: float) -> Candidate:
-        """`pieces` are those of the prompt, if it is computed in the worker's own arena."""
+    def prefill_candidate(self, worker: Worker, prompt: Prompt | None, now: float) -> Candidate:
+        """`prompt` is None if the worker's own cache does not matter."""
         load = worker.load
         return Candidate(
             worker.name.worker_id,
-            prefill_load(load.num_running + load.num_waiting, worker.num_routed_prefills),
+            prefill_load(
+                load.num_running + load.num_waiting,
+                worker.num_routed_prefills,
+                worker.card.max_running,
+            ),
             pressure=load.num_waiting_tokens,
             is_stale=self.is_stale(worker, now),
-            overlap=worker.prefixes.overlap(pieces),
-            slack=PREFILL_SLACK,
+            num_queued=worker.num_pending_tokens,
+            num_cached=0 if prompt is None else worker.prefixes.num_known_tokens(prompt),
         )
 
     def is_stale(self, worker: Worker, now: float) -> bool:

@@ -14,6 +14,7 @@ from itertools import islice
 
 import msgspec
 
+from llmrt.broker.prefixes import Prompt
 from llmrt.broker.registry import Worker
 from llmrt.wire.ids import NO_ATTEMPT, Attempt, ClientId, RequestId
 from llmrt.wire.steps import StepRow
@@ -162,8 +163,8 @@ class Request(msgspec.Struct, eq=False, gc=False):
 
     `family` and `numerics_id` are those of the worker whose tokens were passed on. `num_unnamed`
     counts heartbeats of the owner in a row that did not name the request. `admitted_unix_s` is the
-    time that a chat template may show, the same for every owner. `pieces` are hashes of the prompt,
-    made when they are first needed.
+    time that a chat template may show, the same for every owner. `prompt` is there once routing
+    has looked at it. `num_pending` tokens of it are in the queue of `prompt_worker`.
     """
 
     request_id: RequestId
@@ -189,7 +190,21 @@ class Request(msgspec.Struct, eq=False, gc=False):
     num_losses: int = 0
     num_kills: int = 0
     first_token_at: float | None = None
-    pieces: tuple[bytes, ...] | None = None
+    prompt: Prompt | None = None
+    prompt_worker: Worker | None = None
+    num_pending: int = 0
+
+    def await_prompt(self, worker: Worker, num_tokens: int) -> None:
+        """The worker has so many tokens more to compute."""
+        self.settle_prompt()
+        worker.num_pending_tokens += num_tokens
+        self.prompt_worker, self.num_pending = worker, num_tokens
+
+    def settle_prompt(self) -> None:
+        """Nobody has to compute the prompt any more."""
+        if self.prompt_worker is not None:
+            self.prompt_worker.num_pending_tokens -= self.num_pending
+            self.prompt_worker, self.num_pending = None, 0
 
     def asks(self, frames: list[bytes]) -> bool:
         """Whether a repeat with these frames behind its header wants the same."""

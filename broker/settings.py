@@ -15,8 +15,8 @@ class BrokerSettings:
 
     bind: str = "tcp://127.0.0.1:7700"
     worker_bind: str = "tcp://127.0.0.1:7701"
-    prefill_policy: str = "longest-prefix"
-    decode_policy: str = "longest-prefix"
+    prefill_policy: str = "prefix-aware"
+    decode_policy: str = "prefix-aware"
     max_live: int = 4096
     default_deadline_s: float = 600.0
     max_deadline_s: float = 3600.0

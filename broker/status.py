@@ -68,6 +68,8 @@ def _worker_row(state: State, worker: Worker, now: float) -> WorkerRow:
         python_s=round(load.python_s, 6),
         num_drafted=load.num_drafted,
         num_accepted=load.num_accepted,
+        num_prefill_tokens=load.num_prefill_tokens,
+        oldest_waiting_s=round(load.oldest_waiting_s, 3),
         num_checksum_mismatches=load.num_checksum_mismatches,
         num_fenced=load.num_fenced,
         num_handed_over=load.num_handed_over,

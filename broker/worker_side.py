@@ -262,6 +262,8 @@ def _pass_step(state: State, worker: Worker, frames: list[bytes], now: float) ->
 
 def _accept(state: State, request: Request, row: StepRow, worker: Worker, now: float) -> None:
     request.stream.accept(row)
+    if request.prompt_worker is not None:
+        request.settle_prompt()
     state.count("tokens_passed", row.num_tokens)
     if request.first_token_at is None:
         request.first_token_at = now

@@ -49,8 +49,8 @@ async def _ps(broker: str, *, as_json: bool, watch: bool) -> None:
 
 
 def table(reply: "PsReply") -> str:
-    """For people: a line per worker, refused link, worker whose KV had changed, and request,
-    and all counters but those of 0.
+    """For people: a line per worker, worker with a queue, refused link, worker whose KV had
+    changed, and request, and all counters but those of 0.
     """
     workers = [
         (
@@ -91,6 +91,14 @@ def table(reply: "PsReply") -> str:
         "LINKS",
     )
     parts = [columns(heads, workers)]
+    queues = [
+        f"{row.worker_id}: {row.num_waiting} requests wait, the oldest came "
+        f"{row.oldest_waiting_s:.1f} s ago"
+        for row in reply.workers
+        if row.num_waiting and row.oldest_waiting_s
+    ]
+    if queues:
+        parts.append("\n".join(queues))
     refusals = [
         f"link of {row.worker_id} to {peer} is refused: {reason}"
         for row in reply.workers

@@ -14,6 +14,7 @@ Rules that are hard to see in the code:
   its tokens, by the same code as a new one.
 - With `num_drafts`, a decode of a sequence that repeats itself takes guesses along
   (`llmrt.engine.drafting`).
+- A prompt that begins with what another one is computing waits for that, and then finds it cached.
 - While a step runs, the sequences in it keep their blocks, even if they are removed.
 - While a step runs, the next one may be made *ahead*, if it consists of decodes alone, as if every
   sequence went on: its tokens are filled in by whoever runs it, between the two, so that the
@@ -30,8 +31,8 @@ from dataclasses import dataclass
 from llmrt.engine import policy
 from llmrt.engine.batch import LOCAL_ARENA, Batch, Drawn, Row, SequenceId, StepResult
 from llmrt.engine.drafting import NO_DRAFTS, Drafting
+from llmrt.engine.prefix_cache import PrefixCache
 from llmrt.engine.sequence import Sequence
-from llmrt.kvtransfer.block_hash import hash_blocks
 from llmrt.kvtransfer.layout import blocks_for
 from llmrt.kvtransfer.ledger import Ledger
 from llmrt.wire.ids import BlockId
@@ -59,6 +60,7 @@ class Scheduler:
     def __init__(self, ledger: Ledger, settings: SchedulerSettings) -> None:
         self.ledger = ledger
         self.settings = settings
+        self.cache = PrefixCache(ledger, is_on=settings.has_prefix_cache)
         self.waiting: dict[SequenceId, Sequence] = {}
         self.running: dict[SequenceId, Sequence] = {}
         self.parked: dict[SequenceId, Sequence] = {}
@@ -84,6 +86,15 @@ class Scheduler:
         """Waiting sequences whose place is not decided, in the order in which they get room."""
         unplaced = [s for s in self.waiting.values() if not s.is_placed]
         return sorted(unplaced, key=policy.grant_order)
+
+    def awaits_prefix(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence should wait on: what it begins with is being computed."""
+        awaited = sequence.awaited
+        if awaited is None or not self._is_computing(*awaited):
+            prefilling = (s for s in self.running.values() if s.is_prefilling)
+            others = (s for s in prefilling if s.arena == LOCAL_ARENA)
+            sequence.awaited = self.cache.find_coming(sequence, [*others, *self.parked.values()])
+        return sequence.awaited is not None
 
     def park(self, sequence: Sequence, num_blocks: int) -> None:
         """Take a waiting sequence out while its prompt is computed elsewhere."""
@@ -120,15 +131,6 @@ class Scheduler:
         sequence.is_removed = True
         if not sequence.in_step:
             self._release(sequence)
-
-    # -- prefix cache ------------------------------------------------------------------------
-
-    def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Hashes of the full blocks before its last token: that one is always computed."""
-        if not self.settings.has_prefix_cache:
-            return []
-        self._hash(sequence)
-        return sequence.block_hashes[: (len(sequence.token_ids) - 1) // BLOCK_TOKENS]
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -254,6 +256,12 @@ class Scheduler:
                 self._release(sequence)
         return sequences
 
+    def _is_computing(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Whether the sequence has yet to give its first blocks."""
+        if sequence.sequence_id in self.parked:
+            return True
+        return sequence.sequence_id in self.running and sequence.num_sealed < num_blocks
+
     def _is_steady(self) -> bool:
         """All that could run is in the running step, and decodes or will."""
         assert self.step is not None
@@ -334,25 +342,29 @@ class Scheduler:
     def _admit(self) -> None:
         placed = [s for s in self.waiting.values() if s.is_placed]
         for sequence in sorted(placed, key=lambda s: s.sort_key):
-            if not self.has_slot() or not self._start(sequence):
+            if not self.has_slot():
+                return
+            if sequence.arena == LOCAL_ARENA and self.awaits_prefix(sequence):
+                continue
+            if not self._start(sequence):
                 return
 
     def _start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence blocks for its whole length, the cached prefix included."""
         if sequence.arena == LOCAL_ARENA:
-            hashes = self.prefix_hashes(sequence)
-            needed = blocks_for(len(sequence.token_ids))
-            prefix = self.ledger.take_prefix(hashes)
-            missing = needed - len(prefix)
-            blocks = self.ledger.allocate(missing) if self.has_room(missing) else None
-            if blocks is None:
+            prefix = self.ledger.take_prefix(self.cache.hashes(sequence))
+            missing = blocks_for(len(sequence.token_ids)) - len(prefix)
+            if not self.has_room(missing):
                 self.ledger.release(prefix)
                 return False
             if not self.ledger.check_seals(prefix):
-                self.ledger.release([*prefix, *blocks])
+                self.ledger.release(prefix)
                 return self._start(sequence)  # without the blocks that had changed
-            sequence.blocks = array("I", [*prefix, *blocks])
-            sequence.num_computed = len(prefix) * BLOCK_TOKENS
+            tail = self.cache.take_tail(sequence, len(prefix))
+            blocks = self.ledger.allocate(missing - len(tail.blocks))
+            assert blocks is not None
+            sequence.blocks = array("I", [*prefix, *tail.blocks, *blocks])
+            sequence.num_computed = len(prefix) * BLOCK_TOKENS + tail.num_tokens
             sequence.num_sealed = len(prefix)
             if sequence.num_preemptions == 0:
                 sequence.num_cached = sequence.num_computed
@@ -376,29 +388,13 @@ class Scheduler:
             len(drafts),
         )
 
-    def _hash(self, sequence: Sequence) -> None:
-        hashes = sequence.block_hashes
-        num_full = len(sequence.token_ids) // BLOCK_TOKENS
-        if len(hashes) < num_full:
-            start = len(hashes) * BLOCK_TOKENS
-            new = sequence.token_ids[start : num_full * BLOCK_TOKENS]
-            parent = hashes[-1] if hashes else b""
-            hashes += hash_blocks(new, salt=sequence.salt, parent=parent)
-
     def _seal(self, sequence: Sequence) -> None:
-        """Put blocks that are complete into the prefix cache."""
-        if sequence.arena != LOCAL_ARENA or not self.settings.has_prefix_cache:
-            return
-        num_full = sequence.num_computed // BLOCK_TOKENS
-        if num_full > sequence.num_sealed:
-            self._hash(sequence)
-            for i in range(sequence.num_sealed, num_full):
-                self.ledger.seal(BlockId(sequence.blocks[i]), sequence.block_hashes[i])
-            sequence.num_sealed = num_full
+        if sequence.arena == LOCAL_ARENA:
+            self.cache.seal(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.arena == LOCAL_ARENA:
-            self.ledger.release([BlockId(block) for block in sequence.blocks])
+            self.cache.release(sequence)
             sequence.blocks = array("I")
             sequence.num_computed = sequence.num_sealed = 0
 

@@ -20,6 +20,7 @@ class Sequence:
     `num_sealed` blocks are in the prefix cache. `num_cached` prompt tokens were found there when
     the sequence first ran; it is told to the user, and nothing is decided by it. A waiting sequence
     starts here once `is_placed`; while it is parked, `num_parked` blocks are granted for it.
+    A waiting sequence may find so many blocks cached once that of `awaited` has computed them.
     `max_length` bounds `token_ids`. `drafter` is there once it decodes with drafts. `order` sorts
     sequences of one priority, oldest first.
     """
@@ -43,6 +44,7 @@ class Sequence:
     is_placed: bool = False
     salt: bytes = b""
     block_hashes: list[bytes] = field(default_factory=list)
+    awaited: "tuple[Sequence, int] | None" = None
     in_step: bool = False
     is_removed: bool = False
     num_preemptions: int = 0

@@ -8,6 +8,7 @@ from llmrt.wire.kv import BLOCK_TOKENS
 
 HASH_BYTES = 32
 _NO_PARENT = bytes(HASH_BYTES)
+_TAIL = b"tail"
 
 
 def hash_blocks(
@@ -32,3 +33,11 @@ def hash_blocks(
         previous = block.digest()
         hashes.append(previous)
     return hashes
+
+
+def tail_key(parent: bytes, *, salt: bytes = b"") -> bytes:
+    """The name of a block that is not full, behind the one of hash `parent`, or the first one.
+
+    It says nothing about the tokens in it, and equals no hash of a full block.
+    """
+    return _TAIL + (parent or hashlib.sha256(salt).digest())

@@ -4,6 +4,7 @@ Of equal choices a pool takes the first in a fixed order, so that one history of
 history of blocks. `ledger.py` adds the rights of other processes, and tells the whole story.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -18,7 +19,8 @@ class BlockPool:
     """Gives blocks out, counts who uses them, and keeps what they hold for as long as it can.
 
     A held block has at least one pin, and is free again without. A cached block without pins waits
-    to be evicted, the one that was unpinned longest ago first.
+    to be evicted, the one that was unpinned longest ago first. A *tail* is a cached block that is
+    not full; it has no pins, and whoever takes it has it alone and may write behind its tokens.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class BlockPool:
         self.num_bad_seals = 0
         self._checksum = checksum
         self._seals: dict[BlockId, int] = {}
+        self._tails: dict[BlockId, array[int]] = {}
         self._states = bytearray(num_blocks)
         self._num_in = [num_blocks, 0, 0, 0, 0]
         self._pins = [0] * num_blocks
@@ -99,11 +102,7 @@ class BlockPool:
         assert self._states[block] == HELD, self._describe(block)
         if block_hash in self._hash_to_block:
             return False
-        self._hash_to_block[block_hash] = block
-        self._block_to_hash[block] = block_hash
-        self._move(block, CACHED)
-        if self._checksum is not None:
-            self._seals[block] = self._checksum(block)
+        self._enter(block, block_hash)
         return True
 
     def check_seals(self, prefix: Sequence[BlockId]) -> bool:
@@ -129,6 +128,39 @@ class BlockPool:
             assert self._states[block] in (HELD, CACHED), self._describe(block)
             self._unpin(block)
 
+    def release_tail(self, block: BlockId, key: bytes, token_ids: "array[int]") -> None:
+        """A request lets its last block go, which holds only these tokens, for one to take over.
+
+        It replaces another tail of that key. One that others still read is not kept.
+        """
+        if self._states[block] == HELD and self._pins[block] == 1:
+            known = self._hash_to_block.get(key)
+            if known is not None:
+                self._discard_tail(known)
+            self._enter(block, key)
+            self._tails[block] = token_ids
+        self._unpin(block)
+
+    def take_tail(self, key: bytes, token_ids: "array[int]") -> tuple[BlockId, int] | None:
+        """The tail of that key, held by the caller, and how many of `token_ids` it begins with.
+
+        None, and no change, if it begins with none of them.
+        """
+        block = self._hash_to_block.get(key)
+        if block is None:
+            return None
+        num_common = _num_common(self._tails[block], token_ids)
+        if not num_common:
+            return None
+        if self._checksum is not None and self._checksum(block) != self._seals[block]:
+            self.num_bad_seals += 1
+            self._discard_tail(block)
+            return None
+        self._pin(block)
+        self._uncache(block)
+        self._move(block, HELD)
+        return block, num_common
+
     def check(self) -> None:
         """Assert the invariants, in time proportional to the arena."""
         states, pins = self._states, self._pins
@@ -142,6 +174,7 @@ class BlockPool:
             assert self._hash_to_block[block_hash] == block
             assert (pins[block] == 0) == (block in self._evictable)
         assert all(states[block] == CACHED for block in self._evictable)
+        assert all(block in self._evictable for block in self._tails)
         assert all(pins[block] for block in range(self.num_blocks) if states[block] == HELD)
 
     def _cached_prefix(self, hashes: Sequence[bytes]) -> list[BlockId]:
@@ -170,9 +203,22 @@ class BlockPool:
         self._num_in[state] += count
         return blocks
 
+    def _enter(self, block: BlockId, key: bytes) -> None:
+        self._hash_to_block[key] = block
+        self._block_to_hash[block] = key
+        self._move(block, CACHED)
+        if self._checksum is not None:
+            self._seals[block] = self._checksum(block)
+
+    def _discard_tail(self, block: BlockId) -> None:
+        del self._evictable[block]
+        self._uncache(block)
+        self._move(block, FREE)
+
     def _uncache(self, block: BlockId) -> None:
         del self._hash_to_block[self._block_to_hash.pop(block)]
         self._seals.pop(block, None)
+        self._tails.pop(block, None)
 
     def _move(self, block: BlockId, state: int) -> None:
         self._num_in[self._states[block]] -= 1
@@ -199,3 +245,9 @@ class BlockPool:
     def _describe(self, block: BlockId) -> str:
         state = STATE_NAMES[self._states[block]]
         return f"block {block} is {state} with {self._pins[block]} pins"
+
+
+def _num_common(one: "array[int]", other: "array[int]") -> int:
+    """How many items from the first on are equal."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -4,7 +4,8 @@ States of a block, and what moves it:
 
     free         allocate -> held, grant -> granted
     held         seal -> cached, last pin gone -> free
-    cached       evicted by allocate or grant -> free, when it has no pin; broken seal -> held
+    cached       evicted by allocate or grant -> free, when it has no pin; broken seal -> held;
+                 a tail, which is not full: take_tail -> held
     granted      commit -> held, stop or writer_died -> free, quarantine -> quarantined
     quarantined  stop, commit or writer_died -> free
 
@@ -120,11 +121,17 @@ class Ledger(BlockPool):
 
     # Grants: others write
 
-    def grant(self, writer: WorkerName, count: int, prefix: Sequence[BlockId]) -> Grant | None:
-        """The right of `writer` to write `count` blocks behind `prefix`, or None if too few.
+    def grant(
+        self,
+        writer: WorkerName,
+        count: int,
+        prefix: Sequence[BlockId],
+        tail: Sequence[BlockId] = (),
+    ) -> Grant | None:
+        """The right of `writer` to write `tail` and `count` more behind `prefix`; None if too few.
 
-        The caller's pins on `prefix`, from `take_prefix`, pass to the grant; with None the caller
-        keeps them.
+        The caller's pins on `prefix`, from `take_prefix`, pass to the grant, and so does `tail`, at
+        most one block, from `take_tail`; with None the caller keeps them.
         """
         for block in prefix:
             assert self._states[block] == CACHED, self._describe(block)
@@ -132,8 +139,10 @@ class Ledger(BlockPool):
         blocks = self._take(count, GRANTED)
         if blocks is None:
             return None
+        for block in tail:
+            self._move(block, GRANTED)
         self._num_grants_made += 1
-        grant = Grant(GrantId(self._num_grants_made), writer, tuple(prefix), tuple(blocks))
+        grant = Grant(GrantId(self._num_grants_made), writer, tuple(prefix), (*tail, *blocks))
         self._grants[grant.grant_id] = grant
         self._writer_to_grants.setdefault(writer, {})[grant.grant_id] = None
         return grant

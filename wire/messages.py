@@ -171,9 +171,9 @@ class LinkRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """One worker as `ps` shows it.
 
-    `numerics_id` is that of its contract. `refusals`, the mismatches, and `steps_s`, `python_s`,
-    `num_drafted` and `num_accepted`, which are None if the broker does not tell, are those of its
-    `Load`.
+    `numerics_id` is that of its contract. `refusals`, the mismatches, `num_prefill_tokens`,
+    `oldest_waiting_s`, and `steps_s`, `python_s`, `num_drafted` and `num_accepted`, which are None
+    if the broker does not tell, are those of its `Load`.
     """
 
     worker_id: str
@@ -195,6 +195,8 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     python_s: float | None = None
     num_drafted: int | None = None
     num_accepted: int | None = None
+    num_prefill_tokens: int = 0
+    oldest_waiting_s: float = 0.0
     num_checksum_mismatches: int = 0
     num_seal_mismatches: int = 0
     num_fenced: int = 0
@@ -253,6 +255,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What routing looks at, and `ps` shows; counters grow since the start of the worker.
 
+    `num_waiting` requests have no blocks yet, the oldest of them since `oldest_waiting_s`.
     `kv_bytes_read` were copied out of other workers' arenas; a hand-over in place copies none.
     `num_checksum_mismatches` counts reads and grants that did not hold what their writer had, and
     `num_seal_mismatches` cached blocks that had changed when they were to be used again.
@@ -269,6 +272,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0
+    oldest_waiting_s: float = 0.0
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0

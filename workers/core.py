@@ -403,10 +403,14 @@ class WorkerCore:
 
     def _load(self) -> m.Load:
         scheduler, ledger = self._context.scheduler, self._context.ledger
+        waiting_since = min(
+            (s.order for s in scheduler.waiting.values()), default=self._context.now
+        )
         return m.Load(
             num_running=len(scheduler.running) + len(scheduler.parked),
             num_waiting=len(scheduler.waiting),
             num_waiting_tokens=sum(s.num_pending for s in scheduler.waiting.values()),
+            oldest_waiting_s=self._context.now - waiting_since,
             num_blocks=ledger.num_blocks,
             num_free_blocks=ledger.num_free,
             num_cached_blocks=ledger.num_cached,

@@ -6,6 +6,7 @@ if we read those of P.
 
 from array import array
 
+from llmrt.engine.prefix_cache import NO_TAIL
 from llmrt.engine.sequence import Sequence
 from llmrt.kvtransfer.layout import blocks_for
 from llmrt.kvtransfer.ledger import Grant
@@ -52,13 +53,14 @@ class OutgoingGrants:
         mode = self._links.mode_to(peer)
         assert mode is not None
         is_in_place = mode == GRANT
-        grant = self._grant(sequence, peer if is_in_place else self._context.settings.name)
-        if grant is None:
+        granted = self._grant(sequence, peer if is_in_place else None)
+        if granted is None:
             return False
+        grant, num_given = granted
         if sequence.num_preemptions == 0:
-            sequence.num_cached = len(grant.prefix) * BLOCK_TOKENS
+            sequence.num_cached = num_given
         self._context.scheduler.park(sequence, len(grant.all_blocks))
-        body = self._offer_body(sequence, grant, mode)
+        body = self._offer_body(sequence, grant, mode, num_given)
         raw = [
             pack_u32(sequence.token_ids),
             pack_u32(grant.all_blocks) if is_in_place else b"",
@@ -201,10 +203,13 @@ class OutgoingGrants:
         if opened.is_over:
             self._open.pop(opened.grant_id, None)
 
-    def _grant(self, sequence: Sequence, writer: WorkerName) -> Grant | None:
-        """Room for all of the prompt behind what is cached of it."""
+    def _grant(self, sequence: Sequence, writer: WorkerName | None) -> tuple[Grant, int] | None:
+        """Room for all of the prompt, and how many tokens of it are there from the cache.
+
+        Without a writer we write ourselves, whole blocks as they are in another arena.
+        """
         scheduler, ledger = self._context.scheduler, self._context.ledger
-        prefix = ledger.take_prefix(scheduler.prefix_hashes(sequence))
+        prefix = ledger.take_prefix(scheduler.cache.hashes(sequence))
         missing = blocks_for(len(sequence.token_ids)) - len(prefix)
         if not scheduler.has_room_for_grant(sequence, missing):
             ledger.release(prefix)
@@ -212,17 +217,18 @@ class OutgoingGrants:
         if not ledger.check_seals(prefix):
             ledger.release(prefix)
             return self._grant(sequence, writer)  # without the blocks that had changed
-        grant = ledger.grant(writer, missing, prefix)
-        if grant is None:
-            ledger.release(prefix)
-        return grant
+        tail = NO_TAIL if writer is None else scheduler.cache.take_tail(sequence, len(prefix))
+        name = writer or self._context.settings.name
+        grant = ledger.grant(name, missing - len(tail.blocks), prefix, tail.blocks)
+        assert grant is not None, "there is room"
+        return grant, len(prefix) * BLOCK_TOKENS + tail.num_tokens
 
-    def _offer_body(self, sequence: Sequence, grant: Grant, mode: str) -> m.Offer:
+    def _offer_body(self, sequence: Sequence, grant: Grant, mode: str, num_given: int) -> m.Offer:
         return m.Offer(
             grant_id=grant.grant_id,
             arena_generation=self._context.settings.arena_generation,
             mode=mode,
-            num_given=len(grant.prefix) * BLOCK_TOKENS,
+            num_given=num_given,
             num_prompt=sequence.num_prompt,
             sampling=sequence.params,
             seed=sequence.seed,

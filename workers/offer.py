@@ -91,8 +91,10 @@ def misfit(
         return f"the offer names block {max(blocks)}: the owner has {num_owner_blocks}"
     if len(set(blocks)) != len(blocks):
         return "the offer names a block twice"
-    if not 0 <= offer.num_given < num_tokens or offer.num_given % BLOCK_TOKENS:
-        return f"{offer.num_given} of {num_tokens} tokens cannot be given: full blocks can"
+    if not 0 <= offer.num_given < num_tokens:
+        return f"{offer.num_given} of {num_tokens} tokens cannot be given: the last is computed"
+    if not is_grant and offer.num_given % BLOCK_TOKENS:
+        return f"{offer.num_given} tokens cannot be given under a lease: full blocks can"
     if offer.checksums not in MODES:
         return f"checksums are {offer.checksums!r}: this worker knows {', '.join(MODES)}"
     if num_tokens > settings.max_context:

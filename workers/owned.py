@@ -132,6 +132,8 @@ class OwnedRequests:
         for sequence in scheduler.unplaced():
             if not scheduler.has_slot():
                 return
+            if scheduler.awaits_prefix(sequence):
+                continue
             request = self._by_sequence[sequence.sequence_id]
             request.placement = self._weighing.choose(request, sequence)
             peer = request.placement.worker

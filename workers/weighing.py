@@ -87,7 +87,7 @@ class Weighing:
 
     def _num_cached(self, sequence: Sequence) -> int:
         """Tokens of the prompt whose KV is in our cache."""
-        hashes = self._context.scheduler.prefix_hashes(sequence)
+        hashes = self._context.scheduler.cache.hashes(sequence)
         return self._context.ledger.lookup(hashes) * BLOCK_TOKENS
 
     def _there_s(self, peer: WorkerName, sequence: Sequence) -> float:

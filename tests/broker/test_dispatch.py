@@ -1,6 +1,7 @@
 """Which worker gets a request, and what becomes of it when that worker is lost."""
 
-from collections import Counter
+import random
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -43,53 +44,13 @@ def test_a_dispatch_carries_the_clients_frames_untouched(rig: Rig) -> None:
     assert len(sent.frames) == 4
 
 
-@pytest.mark.parametrize("policy", ["round-robin", "least-loaded", "longest-prefix"])
+@pytest.mark.parametrize("policy", ["round-robin", "least-loaded", "prefix-aware"])
 def test_requests_spread_over_equal_workers(make_rig: Callable[..., Rig], policy: str) -> None:
     rig = make_rig(decode_policy=policy, max_live=1000)
     for name in ("b0", "b1"):
         rig.register(name)
     owners = Counter(dispatched([*rig.generate(number)]).to for number in range(100))
     assert all(40 <= owners[name] <= 60 for name in (b"b0", b"b1"))
-
-
-def test_a_prompt_goes_where_its_start_was_computed(rig: Rig) -> None:
-    for name in ("b0", "b1", "b2"):
-        rig.register(name)
-    chats = {bytes([letter]) * 4096: b"" for letter in b"abc"}
-    for number, prompt in enumerate(chats):
-        chats[prompt] = dispatched([*rig.generate(number, prompt=prompt)]).to
-    assert len(set(chats.values())) == 3
-    for number, (prompt, owner) in enumerate(reversed(chats.items()), 10):
-        longer = prompt + b"more"
-        assert dispatched([*rig.generate(number, prompt=longer)]).to == owner
-
-
-def test_a_worker_is_not_buried_under_one_prefix(rig: Rig) -> None:
-    for name in ("b0", "b1"):
-        rig.register(name)
-    owners = Counter(
-        dispatched([*rig.generate(number, prompt=b"p" * 4096)]).to for number in range(40)
-    )
-    assert min(owners.values()) >= 10
-
-
-@pytest.mark.parametrize(("transport", "num_workers"), [("tcp", 1), ("shm", 2)])
-def test_a_prefill_worker_that_keeps_its_blocks_gets_the_prefix_again(
-    rig: Rig, transport: str, num_workers: int
-) -> None:
-    """One that writes into its owner's blocks keeps nothing: they take turns."""
-    rig.register("d0", "decode")
-    for name in ("p0", "p1"):
-        rig.register(name, "prefill")
-    rig.heartbeat("d0", links={"p0": transport, "p1": transport})
-    chosen = set()
-    for number in range(4):
-        sent = dispatched([*rig.generate(number, prompt=b"p" * 4096)])
-        chosen.add(sent.route.prefill_worker)
-        rig.client(m.CANCEL, number)
-        rig.heartbeat("p0")
-        rig.heartbeat("p1")
-    assert len(chosen) == num_workers
 
 
 def test_the_idle_worker_is_chosen_after_all_requests_were_cancelled(rig: Rig) -> None:
@@ -126,6 +87,74 @@ def test_every_pair_of_workers_gets_its_share(rig: Rig) -> None:
         pairs[sent.to.decode(), sent.route.prefill_worker] += 1
         rig.finish(sent.to.decode(), number)
     assert set(pairs.values()) == {10}
+
+
+def text(number: int, num_tokens: int) -> bytes:
+    return random.Random(number).randbytes(2 * num_tokens).hex().encode()
+
+
+def test_the_next_turn_goes_where_the_one_before_was(rig: Rig) -> None:
+    for name in ("d0", "d1", "d2"):
+        rig.register(name, "decode")
+    owners: dict[int, set[bytes]] = defaultdict(set)
+    for turn in range(4):
+        for chat in range(9):
+            number = turn * 9 + chat
+            prompt = b"".join(text(chat * 10 + i, 100) for i in range(turn + 1))
+            owner = dispatched([*rig.generate(number, prompt=prompt)]).to
+            owners[chat].add(owner)
+            rig.step(owner.decode(), row(number, 0))
+        for chat in range(9):
+            for owner in owners[chat]:
+                rig.finish(owner.decode(), turn * 9 + chat, seq=1)
+    assert all(len(of) == 1 for of in owners.values())
+    assert Counter(next(iter(of)) for of in owners.values()) == {b"d0": 3, b"d1": 3, b"d2": 3}
+
+
+def test_a_prompt_without_a_first_token_is_ahead_of_the_next_one(rig: Rig) -> None:
+    """At its decode worker, until it has one or has ended."""
+    rig.register("d0", "decode")
+    rig.register("d1", "decode")
+    long = dispatched([*rig.generate(1, prompt=text(1, 3000))]).to
+    short = b"d1" if long == b"d0" else b"d0"
+    assert [dispatched([*rig.generate(n, prompt=b"hi")]).to for n in (2, 3, 4)] == [short] * 3
+    rig.step(long.decode(), row(1, 0))
+    assert dispatched([*rig.generate(5, prompt=b"hi")]).to == long
+    rig.generate(6, prompt=text(6, 3000))
+    for number in range(1, 7):
+        rig.client(m.CANCEL, number)
+    assert all(worker.num_pending_tokens == 0 for worker in rig.core._state.workers)
+
+
+@pytest.mark.parametrize(("link", "num_used"), [("shm", 2), ("tcp", 1)])
+def test_a_prefill_worker_is_chosen_for_its_cache_if_it_has_one(
+    rig: Rig, link: str, num_used: int
+) -> None:
+    """In place it computes into the owner's arena and keeps nothing."""
+    rig.register("d0", "decode")
+    rig.register("p0", "prefill")
+    rig.register("p1", "prefill")
+    rig.heartbeat("d0", links={"p0": link, "p1": link})
+    used = set()
+    for number in range(4):
+        used.add(dispatched([*rig.generate(number, prompt=text(1, 500))]).route.prefill_worker)
+        rig.step("d0", row(number, 0))
+        rig.finish("d0", number, seq=1)
+        for name in ("p0", "p1"):
+            rig.heartbeat(name)
+    assert len(used) == num_used
+
+
+def test_a_restarted_worker_has_nothing_cached(rig: Rig) -> None:
+    rig.register("d0", "decode")
+    rig.register("d1", "decode")
+    first = dispatched([*rig.generate(1, prompt=text(1, 500))]).to
+    rig.finish(first.decode(), 1)
+    kill(rig, first.decode())
+    rig.register(first.decode(), "decode", epoch=2)
+    worker = rig.core._state.workers.named(first.decode())
+    assert worker is not None
+    assert len(worker.prefixes) == 0
 
 
 def test_a_both_worker_prefills_for_nobody_else(rig: Rig) -> None:

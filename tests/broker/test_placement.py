@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from llmrt.broker.placement import (
+    FULL_LOAD_TOKENS,
     POLICIES,
     Candidate,
     choose,
@@ -20,27 +21,13 @@ def candidate(
     return Candidate(WorkerId(name), load, pressure, is_stale)
 
 
+def busy(name: str, load: float, num_queued: int = 0, num_cached: int = 0) -> Candidate:
+    return Candidate(WorkerId(name), load, num_queued=num_queued, num_cached=num_cached)
+
+
 def chosen(policy: str, candidates: list[Candidate], num_choices: int = 1) -> list[str]:
     choices = (choose(policy, candidates, cursor) for cursor in range(num_choices))
     return [choice.worker_id for choice in choices]
-
-
-def test_the_longest_prefix_wins_until_its_worker_is_much_busier() -> None:
-    def seen(name: str, load: float, overlap: int) -> Candidate:
-        return Candidate(WorkerId(name), load, overlap=overlap, slack=0.25)
-
-    policy = "longest-prefix"
-    assert chosen(policy, [seen("a", 0.1, 8), seen("b", 0.0, 0)]) == ["a"]
-    assert chosen(policy, [seen("a", 0.1, 8), seen("b", 0.2, 9)]) == ["b"]
-    assert chosen(policy, [seen("a", 0.3, 8), seen("b", 0.0, 0)]) == ["b"]
-    # 1 of 8 pieces is worth an eighth of the slack.
-    assert chosen(policy, [seen("a", 0.03, 1), seen("b", 0.0, 0)]) == ["a"]
-    assert chosen(policy, [seen("a", 0.04, 1), seen("b", 0.0, 0)]) == ["b"]
-    # Nobody has seen it: the least loaded, in turns.
-    assert chosen(policy, [seen("a", 0.1, 0), seen("b", 0.0, 0)]) == ["b"]
-    assert chosen(policy, [seen("a", 0.0, 0), seen("b", 0.0, 0)], 3) == ["a", "b", "a"]
-    # Both have seen as much.
-    assert chosen(policy, [seen("a", 0.1, 4), seen("b", 0.0, 4)]) == ["b"]
 
 
 def test_round_robin_takes_turns_whatever_the_load() -> None:
@@ -74,4 +61,35 @@ def test_waiting_requests_count_twice_and_places_divide() -> None:
     assert decode_load(4, 4, 8) == 1.0
     assert decode_load(4, 0, 16) < decode_load(4, 0, 8)
     assert decode_load(0, 0, 0) == 0.0
-    assert prefill_load(2, 3) == 5.0
+    assert prefill_load(2, 3, 5) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        ([busy("a", 0.1), busy("b", 0.1, num_cached=64)], "b"),
+        ([busy("a", 0.1), busy("b", 0.2, num_cached=64)], "a"),
+        ([busy("a", 0.1), busy("b", 0.2, num_cached=FULL_LOAD_TOKENS)], "b"),
+        ([busy("a", 0.1), busy("b", 0.1, num_queued=600, num_cached=500)], "a"),
+        ([busy("a", 0.9), busy("b", 1.0, num_cached=100_000)], "a"),
+        ([busy("a", 1.5), busy("b", 1.6, num_cached=1000)], "b"),
+    ],
+    ids=["cached", "load", "much cached", "queue", "no free place", "nobody has a place"],
+)
+def test_a_cached_prefix_counts_as_much_as_it_saves(
+    workers: list[Candidate], expected: str
+) -> None:
+    assert chosen("prefix-aware", workers) == [expected]
+
+
+def test_a_hot_prefix_does_not_overload_its_worker() -> None:
+    """It is computed a second time before one worker has a quarter of its places more."""
+    counts, cached = Counter[str](), {"a": 1000, "b": 0}
+    for _ in range(32):
+        workers = [busy(name, counts[name] / 32, num_cached=cached[name]) for name in cached]
+        (name,) = chosen("prefix-aware", workers)
+        counts[name] += 1
+        cached[name] = 1000
+        assert counts["a"] - counts["b"] <= 8
+    assert abs(counts["a"] - counts["b"]) <= 8
+    assert counts["b"] >= 12

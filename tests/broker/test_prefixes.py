@@ -1,80 +1,105 @@
-"""Hashes of a prompt's start, and the workers that have seen it."""
+"""What the broker remembers of prompts, by their bytes."""
 
+import random
 from array import array
-from typing import Any
 
-from llmrt.broker.prefixes import MAX_PIECES, PIECE_BYTES, SeenPrefixes, prompt_pieces
+import pytest
+
+from llmrt.broker.prefixes import (
+    BYTES_PER_TOKEN,
+    MAX_HASHED_BYTES,
+    PrefixIndex,
+    Prompt,
+    make_prompt,
+    prompt_of,
+)
 from llmrt.wire.arrays import pack_u32
 from llmrt.wire.envelope import encode_body
 from llmrt.wire.messages import ChatMessage, Generate
 from llmrt.wire.sampling import SamplingParams
 
+GREEDY = SamplingParams()
 
-def chat(*contents: str, **sampling: Any) -> tuple[bytes, ...]:
-    roles = ("system", *("user", "assistant") * len(contents))
-    turns = tuple(
-        ChatMessage(role=role, content=content)
-        for role, content in zip(roles, contents, strict=False)
+
+def words(num_bytes: int, seed: str = "") -> bytes:
+    return random.Random(seed).randbytes(num_bytes // 2).hex().encode()
+
+
+def chat(*contents: str, temperature: float = 0.0) -> Prompt:
+    turns = [
+        ChatMessage(role="assistant" if i % 2 else "user", content=content)
+        for i, content in enumerate(contents)
+    ]
+    sampling = SamplingParams(temperature=temperature)
+    body = Generate(prompt_kind="chat", sampling=sampling, messages=tuple(turns))
+    return prompt_of([encode_body(body), b""])
+
+
+def index(*prompts: Prompt, max_tokens: int = 1 << 20) -> PrefixIndex:
+    made = PrefixIndex(max_tokens)
+    for prompt in prompts:
+        made.note(prompt)
+    return made
+
+
+@pytest.mark.parametrize("num_bytes", [1280, 12_800, 200_000])
+def test_a_prompt_is_known_up_to_where_it_differs(num_bytes: int) -> None:
+    """To a block of 128 bytes, or a sixteenth."""
+    first = words(num_bytes)
+    known = index(make_prompt(first)).num_known_tokens(make_prompt(first + b"and more" * 99))
+    assert num_bytes * 15 // 16 - 128 <= known * BYTES_PER_TOKEN <= num_bytes
+    other = first[: num_bytes // 2] + b"X" + first[num_bytes // 2 + 1 :]
+    known = index(make_prompt(first)).num_known_tokens(make_prompt(other))
+    assert num_bytes * 15 // 32 - 128 <= known * BYTES_PER_TOKEN <= num_bytes // 2
+
+
+def test_the_next_turn_of_a_chat_begins_with_the_one_before() -> None:
+    """Whatever else the client asks for."""
+    question, answer = words(600).decode(), words(300, "answer").decode()
+    known = index(chat(question)).num_known_tokens(
+        chat(question, answer, "And now?", temperature=0.7)
     )
-    body = Generate(prompt_kind="chat", sampling=SamplingParams(**sampling), messages=turns)
-    return prompt_pieces([encode_body(body)])
+    assert 600 - 128 <= known * BYTES_PER_TOKEN <= 600 + 6
+    assert index(chat(question)).num_known_tokens(chat("Now: " + question)) == 0
 
 
-def text(prompt: bytes) -> tuple[bytes, ...]:
-    body = Generate(prompt_kind="text", sampling=SamplingParams())
-    return prompt_pieces([encode_body(body), prompt])
+def test_who_says_it_counts() -> None:
+    question = words(600).decode()
+    swapped = chat("", question)
+    assert index(chat(question)).num_known_tokens(swapped) == 0
 
 
-def test_a_longer_chat_begins_with_the_pieces_of_a_shorter_one() -> None:
-    system, question, answer = "s" * 700, "q" * 700, "a" * 700
-    short = chat(system, question, max_tokens=10, seed=1)
-    longer = chat(system, question, answer, "and then?", max_tokens=99, seed=2)
-    assert len(short) == 2
-    assert longer[:2] == short
-    assert len(longer) == 4
+def test_token_ids_are_counted_exactly() -> None:
+    body = encode_body(Generate(prompt_kind="tokens", sampling=GREEDY))
+    prompt = prompt_of([body, pack_u32(array("I", range(320)))])
+    assert prompt.num_tokens == 320
+    assert index(prompt).num_known_tokens(prompt) == 320
 
 
-def test_what_differs_early_differs_from_there_on() -> None:
-    one, other = text(b"a" * 2000), text(b"a" * 600 + b"b" + b"a" * 1399)
-    assert one[0] == other[0]
-    assert not set(one[1:]) & set(other)
+@pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x80"], [b"\xc1", b"x" * 200], [b"\x90"]])
+def test_whatever_a_client_sends_is_some_prompt(frames: list[bytes]) -> None:
+    assert prompt_of(frames).num_tokens <= 50
 
 
-def test_turns_are_told_from_their_neighbours() -> None:
-    assert chat("x" * 300, "y" * 300) != chat("x" * 299, "x" + "y" * 300)
+def test_what_is_remembered_fits_the_arena_and_the_oldest_goes_first() -> None:
+    prompts = [make_prompt(words(1280, str(i))) for i in range(10)]
+    remembered = index(*prompts, max_tokens=1000)
+    known = [remembered.num_known_tokens(prompt) for prompt in prompts]
+    assert known[:6] == [0] * 6
+    assert known[7:] == [320] * 3
+    assert sum(known) <= 1000
+    assert 0 < known[6] < 320, "of one prompt the end goes first"
 
 
-def test_token_ids_count_by_their_bytes() -> None:
-    ids = array("I", range(1000))
-    longer = array("I", range(1200))
-    assert text(pack_u32(longer))[:7] == text(pack_u32(ids))
+def test_a_prefix_that_is_used_stays() -> None:
+    shared = words(1280)
+    remembered = PrefixIndex(1000)
+    for i in range(20):
+        remembered.note(make_prompt(shared + words(640, str(i))))
+        assert remembered.num_known_tokens(make_prompt(shared)) == 320
 
 
-def test_less_than_a_piece_is_nothing_and_long_prompts_are_bounded() -> None:
-    assert text(b"a" * (PIECE_BYTES - 1)) == ()
-    assert len(text(b"a" * PIECE_BYTES)) == 1
-    assert len(text(b"a" * (PIECE_BYTES * (MAX_PIECES + 9)))) == MAX_PIECES
-
-
-def test_a_body_that_nobody_can_read_has_no_pieces() -> None:
-    assert prompt_pieces([b"\xc1"]) == ()
-    assert prompt_pieces([b"\x80", b""]) == ()
-
-
-def test_overlap_counts_from_the_first_piece() -> None:
-    seen = SeenPrefixes(10_000)
-    seen.add([b"1", b"2", b"3"])
-    assert seen.overlap([b"1", b"2", b"9", b"3"]) == 2
-    assert seen.overlap([b"9", b"2"]) == 0
-    assert seen.overlap([]) == 0
-
-
-def test_the_tail_of_what_was_not_used_for_long_goes_first() -> None:
-    # A cache of 8,192 tokens holds 64 pieces.
-    seen = SeenPrefixes(8192)
-    old = [b"old %d" % i for i in range(40)]
-    new = [b"new %d" % i for i in range(40)]
-    seen.add(old)
-    seen.add(new)
-    assert seen.overlap(new) == 40
-    assert seen.overlap(old) == 24
+def test_a_prompt_of_any_length_has_few_checksums() -> None:
+    prompt = make_prompt(bytes(4 * MAX_HASHED_BYTES))
+    assert len(prompt.checksums) < 100
+    assert index(prompt).num_known_tokens(prompt) * BYTES_PER_TOKEN >= MAX_HASHED_BYTES

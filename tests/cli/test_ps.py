@@ -60,6 +60,12 @@ def test_kv_that_had_changed_is_shown() -> None:
     assert f"\n\n{line}\n\nup " in text
 
 
+def test_a_queue_is_shown_with_the_age_of_its_oldest() -> None:
+    waiting = make_worker("d", num_waiting=3, oldest_waiting_s=12.34)
+    text = table(make_reply(workers=(waiting, make_worker("e", num_waiting=0))))
+    assert "\n\nd: 3 requests wait, the oldest came 12.3 s ago\n\nup " in text
+
+
 def test_requests_are_shown_only_if_there_are_some() -> None:
     assert "REQUEST" not in table(make_reply())
     row = RequestRow(

@@ -168,7 +168,7 @@ def test_generated_tokens_are_found_again_too() -> None:
     again.token_ids = text + array("I", [99])
     scheduler.add(again)
     step(scheduler)
-    assert again.num_cached == 64
+    assert again.num_cached == 67
 
 
 def test_without_a_prefix_cache_nothing_is_found() -> None:
@@ -286,7 +286,7 @@ def test_blocks_from_the_cache_are_not_sealed_again_when_a_preempted_sequence_jo
     again.num_cached, again.num_preemptions = 0, 1
     scheduler.add(again)
     scheduler.park(again, 3)
-    prefix = scheduler.ledger.take_prefix(scheduler.prefix_hashes(again))
+    prefix = scheduler.ledger.take_prefix(scheduler.cache.hashes(again))
     assert len(prefix) == 2
     blocks = [*prefix, *(scheduler.ledger.allocate(1) or [])]
     scheduler.join(again, blocks, 7, num_sealed=2)
@@ -478,7 +478,7 @@ def test_sequences_of_two_salts_never_share_a_block() -> None:
         while scheduler.running[sequence.sequence_id].num_generated == 0:
             step(scheduler)
         scheduler.remove(sequence)
-    assert starts == [0, 0, 0, 96]
+    assert starts == [0, 0, 0, 99]
 
 
 def test_a_cached_block_that_changed_is_computed_anew() -> None:
@@ -497,6 +497,67 @@ def test_a_cached_block_that_changed_is_computed_anew() -> None:
         scheduler.remove(sequence)
         if number == 1:
             content[batch.rows[0].blocks[1]] += 1
-    assert starts == [0, 32, 96]
+    assert starts == [0, 32, 99]
     assert scheduler.ledger.num_bad_seals == 1
     assert scheduler.ledger.num_held == 0
+
+
+def test_a_prompt_waits_for_the_blocks_that_another_one_computes() -> None:
+    scheduler = make_scheduler(step_tokens=256, chunk_tokens=128)
+    first, second = make_sequence(1, 200), make_sequence(2, 200)
+    second.token_ids = first.token_ids[:130] + array("I", range(5000, 5040))
+    scheduler.add(first)
+    scheduler.add(second)
+    assert spans(step(scheduler)) == [(1, 0, 128)]
+    assert spans(step(scheduler)) == [(1, 128, 200), (2, 128, 170)]
+    assert second.num_cached == 128
+    scheduler.check()
+
+
+def test_a_prompt_does_not_wait_for_one_that_has_gone() -> None:
+    scheduler = make_scheduler(step_tokens=128, chunk_tokens=128)
+    first, second = make_sequence(1, 300), make_sequence(2, 300)
+    scheduler.add(first)
+    scheduler.add(second)
+    step(scheduler)
+    scheduler.remove(first)
+    assert spans(step(scheduler)) == [(2, 128, 256)]
+
+
+def test_a_prompt_does_not_wait_for_a_much_longer_one_elsewhere() -> None:
+    """What is parked comes all at once: for a short beginning that would take too long."""
+    scheduler = make_scheduler()
+    long, short, same = make_sequence(1, 1000), make_sequence(2, 100), make_sequence(3, 1000)
+    for sequence in (long, short, same):
+        scheduler.add(sequence)
+    scheduler.cache.hashes(long)
+    scheduler.park(long, 32)
+    assert not scheduler.awaits_prefix(short)
+    assert scheduler.awaits_prefix(same)
+    scheduler.unpark(long)
+    assert not scheduler.awaits_prefix(same)
+
+
+def test_the_last_block_goes_to_whoever_comes_first() -> None:
+    scheduler = make_scheduler()
+    first = make_sequence(1, 40)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.remove(first)
+    sequences = [make_sequence(number, 42) for number in (2, 3)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    assert spans(step(scheduler)) == [(2, 40, 42), (3, 32, 42)]
+    assert sequences[0].blocks[0] == sequences[1].blocks[0]
+    assert sequences[0].blocks[1] != sequences[1].blocks[1]
+
+
+def test_a_preempted_sequence_computes_one_token_again() -> None:
+    scheduler = make_scheduler()
+    sequence = make_sequence(1, 40)
+    scheduler.add(sequence)
+    for _ in range(5):
+        step(scheduler)
+    scheduler._preempt(sequence)
+    sequence.is_placed = True
+    assert spans(step(scheduler)) == [(1, 44, 45)]

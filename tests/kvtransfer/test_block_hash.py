@@ -2,7 +2,7 @@ import hashlib
 import struct
 from array import array
 
-from llmrt.kvtransfer.block_hash import HASH_BYTES, hash_blocks
+from llmrt.kvtransfer.block_hash import HASH_BYTES, hash_blocks, tail_key
 from llmrt.wire.kv import BLOCK_TOKENS
 
 
@@ -41,6 +41,12 @@ def test_a_growing_sequence_is_hashed_from_its_parent() -> None:
     head = hash_blocks(tokens(64), salt=b"k")
     tail = hash_blocks(tokens(64, start=64), salt=b"k", parent=head[-1])
     assert head + tail == whole
+
+
+def test_tails_of_other_salts_and_parents_have_other_names() -> None:
+    names = {tail_key(parent, salt=salt) for parent in (b"", b"p" * 32) for salt in (b"", b"k")}
+    assert len(names) == 3  # the salt is in the parent already
+    assert not names & set(hash_blocks(tokens(64)))
 
 
 def test_array_types_do_not_matter() -> None:

@@ -42,6 +42,14 @@ def cache(ledger: Ledger, num_blocks: int, salt: bytes = b"") -> list[BlockId]:
     return blocks
 
 
+def leave_tail(ledger: Ledger, *token_ids: int, key: bytes = b"key") -> BlockId:
+    """A block that is not full, of a request that has ended."""
+    (block,) = allocate(ledger, 1)
+    ledger.release_tail(block, key, array("I", token_ids))
+    ledger.check()
+    return block
+
+
 # Requests and the cache
 
 
@@ -354,4 +362,75 @@ def test_a_seal_ends_with_the_stay_in_the_cache() -> None:
     for block, block_hash in zip(blocks, hashes_of(2, b"other"), strict=True):
         ledger.seal(block, block_hash)
     assert ledger.check_seals(blocks)
+    ledger.check()
+
+
+# Tails
+
+
+def test_a_tail_is_taken_over_by_one_alone() -> None:
+    ledger = Ledger(4)
+    block = leave_tail(ledger, 1, 2, 3)
+    assert ledger.take_tail(b"other", array("I", [1])) is None
+    assert ledger.take_tail(b"key", array("I", [2, 2, 3])) is None
+    assert ledger.take_tail(b"key", array("I", [1, 2, 9, 9])) == (block, 2)
+    assert ledger.take_tail(b"key", array("I", [1, 2, 3])) is None
+    assert ledger.state_of(block) == "held"
+    ledger.release([block])
+    assert ledger.num_free == 4
+    ledger.check()
+
+
+def test_the_last_tail_of_a_key_stays() -> None:
+    ledger = Ledger(4)
+    first, second = allocate(ledger, 2)
+    ledger.release_tail(first, b"key", array("I", [1, 2]))
+    ledger.release_tail(second, b"key", array("I", [1, 2, 3]))
+    assert (ledger.num_free, ledger.num_cached) == (3, 1)
+    assert ledger.take_tail(b"key", array("I", [1, 2, 3, 4])) == (second, 3)
+    ledger.check()
+
+
+def test_a_tail_is_evicted_like_any_cached_block() -> None:
+    ledger = Ledger(4)
+    leave_tail(ledger, 1, 2)
+    assert ledger.available() == 4
+    allocate(ledger, 4)
+    assert ledger.num_evicted == 1
+    assert ledger.take_tail(b"key", array("I", [1, 2])) is None
+    ledger.check()
+
+
+def test_a_tail_that_is_read_under_a_lease_is_not_kept() -> None:
+    """Who takes it over would write where the reader reads."""
+    ledger = Ledger(4)
+    (block,) = allocate(ledger, 1)
+    lease = ledger.lease(D0, [block], 30.0)
+    ledger.release_tail(block, b"key", array("I", [1]))
+    assert ledger.take_tail(b"key", array("I", [1])) is None
+    assert ledger.release_lease(lease)
+    assert ledger.num_free == 4
+    ledger.check()
+
+
+def test_a_granted_tail_is_the_first_block_of_the_writer() -> None:
+    ledger = Ledger(8)
+    prefix = cache(ledger, 2)
+    block = leave_tail(ledger, 1, 2)
+    assert ledger.take_tail(b"key", array("I", [1, 2])) == (block, 2)
+    grant = ledger.grant(P0, 2, ledger.take_prefix(hashes_of(2)), [block])
+    assert grant is not None
+    assert grant.all_blocks[:3] == (*prefix, block)
+    assert ledger.num_granted == 3
+    assert ledger.commit(grant.grant_id) == list(grant.all_blocks)
+    ledger.check()
+
+
+def test_a_tail_that_changed_is_not_given() -> None:
+    content = dict.fromkeys(range(4), 0)
+    ledger = Ledger(4, checksum=lambda block: content[block])
+    block = leave_tail(ledger, 1, 2)
+    content[block] += 1
+    assert ledger.take_tail(b"key", array("I", [1, 2])) is None
+    assert (ledger.num_bad_seals, ledger.num_free) == (1, 4)
     ledger.check()

@@ -1,5 +1,6 @@
 """A ledger under random calls, against a model that keeps every right by name."""
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -18,6 +19,8 @@ workers = st.sampled_from(WORKERS)
 chains = st.sampled_from(CHAINS)
 counts = st.integers(0, 5)
 picks = st.integers(0, 1000)
+tail_keys = st.sampled_from([b"tail 0", b"tail 1"])
+tail_tokens = st.lists(st.integers(0, 1), min_size=1, max_size=3)
 
 
 @dataclass
@@ -40,6 +43,8 @@ class Model:
         default_factory=dict
     )
     cached: dict[bytes, BlockId] = field(default_factory=dict)
+    tails: dict[bytes, list[int]] = field(default_factory=dict)
+    """Tokens of the cached blocks that are not full."""
     unpinned_at: dict[BlockId, int] = field(default_factory=dict)
     clock: int = 0
 
@@ -147,6 +152,46 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.requests.remove(request)
             self.ledger.release(request.blocks)
             self.model.unpinned(request.blocks[::-1])
+
+    @rule(pick=picks, key=tail_keys, token_ids=tail_tokens)
+    def end_with_tail(self, pick: int, key: bytes, token_ids: list[int]) -> None:
+        model = self.model
+        request = self._request(pick) if model.requests else None
+        if request is None or not request.blocks or request.blocks[-1] in model.cached.values():
+            return
+        model.requests.remove(request)
+        *blocks, last = request.blocks
+        is_alone = not model.pins()[last]
+        self.ledger.release_tail(last, key, array("I", token_ids))
+        if is_alone:
+            model.cached[key], model.tails[key] = last, token_ids
+        model.unpinned([last])
+        self.ledger.release(blocks)
+        model.unpinned(blocks[::-1])
+
+    @rule(key=tail_keys, token_ids=tail_tokens, writer=workers, count=counts)
+    def take_tail(self, key: bytes, token_ids: list[int], writer: WorkerName, count: int) -> None:
+        """One gets it, and grants it to a writer if there is room for more."""
+        model = self.model
+        block = model.cached.get(key)
+        pairs = list(zip(model.tails[key], token_ids, strict=False)) if block is not None else []
+        num_common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        taken = self.ledger.take_tail(key, array("I", token_ids))
+        if block is None or not num_common:
+            assert taken is None
+            return
+        assert taken == (block, num_common)
+        del model.cached[key]
+        request = Request([block], [], 0)
+        model.requests.append(request)
+        has_room = count <= model.num_free() + len(model.evictable())
+        grant = self.ledger.grant(writer, count, [], [block])
+        assert (grant is not None) == has_room
+        if grant is not None:
+            assert grant.blocks[0] == block
+            model.taken(list(grant.blocks[1:]))
+            model.requests.remove(request)
+            model.grants[grant.grant_id] = grant
 
     @rule(writer=workers, chain=chains, count=counts)
     def make_grant(self, writer: WorkerName, chain: list[bytes], count: int) -> None:
