@@ -32,8 +32,9 @@ from llmrt.engine.scheduler import Scheduler, SchedulerSettings
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.checksums import block_checksums
 from llmrt.kvtransfer.ledger import Ledger
-from llmrt.kvtransfer.tcp_reader import BulkReader
-from llmrt.kvtransfer.tcp_server import BulkServer, ReadRequest
+from llmrt.kvtransfer.tcp_exporter import TcpExporter
+from llmrt.kvtransfer.tcp_reader import TcpReader
+from llmrt.kvtransfer.transport import LinkOptions, ReadRequest
 from llmrt.simulation.content import VOCAB_SIZE, SimVocabulary
 from llmrt.wire import messages as m
 from llmrt.wire.arrays import pack_u32, unpack_u32
@@ -229,11 +230,11 @@ class Pair:
         self.owner = _make_side("decode", transfer, checksums, validate=validate)
         self.prefill = _make_side("prefill", transfer, checksums, validate=validate)
         self._queue: deque[tuple[Side, ev.Event | Callable[[], None]]] = deque()
-        self._server = BulkServer(self.prefill.arena, self._check_read)
+        self._server = TcpExporter(self.prefill.arena, self._check_read, LinkOptions())
         self._server.start()
         self.line = FaultyLine(self._server.port)
         self.address = ""
-        self._reader: BulkReader | None = None
+        self._reader: TcpReader | None = None
         self._is_mapped = transfer == "auto"
         self.restore()
 
@@ -248,7 +249,7 @@ class Pair:
 
     async def start(self) -> None:
         port = await self.line.start()
-        url = self._server.url_for(self.owner.name.full_name)
+        url = self._server.address_for(self.owner.name.full_name)
         self.address = url.replace(f":{self._server.port}/", f":{port}/")
         registered = encode_body(m.Registered(broker_epoch=1, beat_s=1.0))
         rows = tuple(_peer_row(side) for side in (self.owner, self.prefill))
@@ -261,7 +262,7 @@ class Pair:
                 header = decode_header(encode_header(kind))
                 self._queue.append((side, ev.FromBroker(header, (body,))))
             bulk = self.address if side is self.prefill else "tcp://nobody"
-            self._queue.append((side, ev.PeerConnected(other.name, bulk)))
+            self._queue.append((side, ev.PeerConnected(other.name, (bulk,))))
         await self.settle()
         if self._is_mapped:
             arena = self.owner.arena
@@ -353,6 +354,8 @@ class Pair:
                 arena = side.arena if owner is None else self.owner.arena
                 checksums = block_checksums(arena.buffer, arena.block_bytes, blocks)
                 self._queue.append((side, ev.BlocksHashed(hash_id, checksums)))
+            case do.ProbeLink(probe_id):
+                self._queue.append((side, ev.LinkProbed(probe_id, 1e9, 1e-5)))
             case do.Log(event, _, _):
                 self.logs[event] += 1
             case _:
@@ -391,12 +394,13 @@ class Pair:
         read = self.on_read(read)
         try:
             if self._reader is None:
-                self._reader = BulkReader(self.address)
+                # One connection, so that what is broken on it is broken once.
+                options = LinkOptions(connections=1, retries=0)
+                self._reader = TcpReader(self.address, self.owner.arena, options)
             await self._reader.read(
                 LeaseId(read.lease_id),
                 read.generation,
                 [BlockId(block) for block in read.source],
-                self.owner.arena,
                 [BlockId(block) for block in read.target],
                 timeout_s=10.0,
             )

@@ -14,7 +14,7 @@ BOTH = ("nixl", "tcp")
 RDMA, TCP = "nixl://them/1", "tcp://them/2"
 
 
-def introduce(bench: Any, peer: Any, bulk: tuple[str, ...], **fields: object) -> None:
+def introduce(bench: Any, peer: Any, bulk: tuple[str, ...], **fields: Any) -> None:
     settings = peer.settings
     row = m.Peer(
         worker_id=peer.name.worker_id,
@@ -29,9 +29,9 @@ def introduce(bench: Any, peer: Any, bulk: tuple[str, ...], **fields: object) ->
     greet(bench, peer, bulk, **fields)
 
 
-def greet(bench: Any, peer: Any, bulk: tuple[str, ...], **fields: object) -> None:
+def greet(bench: Any, peer: Any, bulk: tuple[str, ...], **fields: Any) -> None:
     settings = peer.settings
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "worker_id": peer.name.worker_id,
         "epoch": peer.name.epoch,
         "arena_generation": settings.arena_generation,
