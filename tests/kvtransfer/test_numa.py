@@ -28,7 +28,8 @@ def machine(folder: Path, cpus_of: dict[int, str], pages: str) -> tuple[Path, Pa
     inode = arena.stat().st_ino
     (process / "maps").write_text(f"7f0000000000-7f0000100000 rw-s 00000000 00:01 {inode} /memfd\n")
     (process / "numa_maps").write_text(
-        f"556cd970d000 default file=/bin/x mapped=2 N7=2\n7f0000000000 default file=/memfd {pages}\n"
+        "556cd970d000 default file=/bin/x mapped=2 N7=2\n"
+        f"7f0000000000 default file=/memfd {pages}\n"
     )
     return nodes, process, fd
 
