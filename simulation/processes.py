@@ -271,7 +271,7 @@ class SimWorker(Process):
                 world.after(world.rng.uniform(0, 0.01), lambda: self._read(effect))
             case do.ProbeLink(probe_id):
                 probed = ev.LinkProbed(probe_id, 1e9, 1e-5, "one node")
-                world.after(world.rng.uniform(0, 0.01), lambda: self.handle(probed))
+                world.after(0.002, lambda: self.handle(probed))
             case do.HashBlocks():
                 world.after(world.rng.uniform(0, 0.002), lambda: self._hash(effect))
             case do.Log(event_name, _, fields):

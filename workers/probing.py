@@ -16,7 +16,8 @@ from llmrt.workers.effects import ProbeLink
 from llmrt.workers.events import LinkProbed
 
 SHM = "shm"
-PROBE_BYTES = 16 << 20
+# A probe takes so many bytes, and no more than that share of our blocks.
+PROBE_BYTES, ARENA_SHARE = 16 << 20, 8
 PROBE_AGAIN_S = 30.0
 MAX_REASON_CHARS = 120
 # Reads of less say more of latency than of rate.
@@ -105,8 +106,9 @@ class LinkProbes:
         state, ledger = self._state_of(name), self._context.ledger
         if state is None or state.probe_id or not state.untried:
             return
-        wanted = max(1, PROBE_BYTES // self._context.settings.contract.block_bytes)
-        count = min(wanted, hello.num_blocks, ledger.num_free)
+        wanted = PROBE_BYTES // self._context.settings.contract.block_bytes
+        most = min(wanted, hello.num_blocks, ledger.num_blocks // ARENA_SHARE)
+        count = min(max(1, most), ledger.num_free)
         blocks = ledger.allocate(count) if count else None
         if blocks is not None:
             self._probe(name, state, state.untried[0], hello.arena_generation, blocks)

@@ -512,3 +512,64 @@ def test_a_request_for_no_or_too_many_blocks_is_refused(num_blocks: int) -> None
         sock.sendall(REQUEST.pack(GENERATION, LEASE, BLOCK_BYTES, num_blocks))
         assert b"1 to 64 exist" in sock.recv(1000)
         assert sock.recv(1) == b""
+
+
+# The pool
+
+
+def test_a_large_read_is_divided_and_a_small_one_is_not() -> None:
+    block_bytes = 1 << 20
+    target = Arena.create(40, block_bytes)
+    sizes: list[int] = []
+
+    def check(request: ReadRequest) -> None:
+        sizes.append(len(request.blocks))
+
+    async def main(url: str) -> None:
+        async with reading(url, target, LinkOptions(connections=3)) as reader:
+            await read(reader, blocks(*range(4)), blocks(*range(4)))
+            assert sizes == [4, 4]  # asked before the first byte and behind the last
+            sizes.clear()
+            await read(reader, blocks(*range(40)), blocks(*range(40)))
+            assert sorted(sizes) == [13, 13, 13, 13, 14, 14]
+
+    with serving(check, num_blocks=40, block_bytes=block_bytes) as server:
+        asyncio.run(main(server.address_for("p")))
+    target.close()
+
+
+@pytest.mark.parametrize(("retries", "is_read"), [(0, False), (1, True)])
+def test_a_connection_that_broke_is_made_again(arena: Arena, retries: int, is_read: bool) -> None:
+    async def main(server: TcpExporter) -> None:
+        url = server.address_for("p")
+        async with reading(url, arena, LinkOptions(retries=retries)) as reader:
+            await read(reader, blocks(0), blocks(0))
+            for sock in list(server._connections):
+                sock.shutdown(socket.SHUT_RDWR)
+            if is_read:
+                await read(reader, blocks(0), blocks(0))
+            else:
+                with pytest.raises(TransferFailed):
+                    await read(reader, blocks(0), blocks(0))
+
+    with serving() as server:
+        asyncio.run(main(server))
+
+
+def test_a_part_that_is_refused_ends_the_whole_read() -> None:
+    block_bytes = 1 << 20
+    target = Arena.create(40, block_bytes)
+
+    def check(request: ReadRequest) -> str | None:
+        return "not leased" if 39 in request.blocks else None
+
+    async def main(url: str) -> None:
+        async with reading(url, target, LinkOptions(connections=4)) as reader:
+            with pytest.raises(TransferFailed, match="not leased"):
+                await read(reader, blocks(*range(40)), blocks(*range(40)))
+            assert reader._under_way == {}
+            await read(reader, blocks(*range(8)), blocks(*range(8)))
+
+    with serving(check, num_blocks=40, block_bytes=block_bytes) as server:
+        asyncio.run(main(server.address_for("p")))
+    target.close()
