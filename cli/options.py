@@ -64,8 +64,8 @@ SAMPLING: dict[str, tuple[Any, str]] = {
 BROKER_HELP = {
     "bind": "endpoint for clients",
     "worker_bind": "endpoint for workers",
-    "prefill_policy": "who prefills",
-    "decode_policy": "who decodes",
+    "prefill_policy": "who prefills: longest-prefix, least-loaded or round-robin",
+    "decode_policy": "who decodes: longest-prefix, least-loaded or round-robin",
     "max_live": "most requests admitted at a time",
     "default_deadline_s": "deadline of a request without one",
     "max_deadline_s": "longest deadline that is granted",

@@ -91,6 +91,7 @@ class CpuDevice:
         self._library = c.library()
         self.kv_block_bytes = int(self._library.llmrt_block_bytes(program.address))
         self._vocab_size = program.vocab_size
+        self._remedy = program.remedy
         self._engine = self._library.llmrt_engine_new(
             program.address, self.family.number, self.threads
         )
@@ -139,7 +140,7 @@ class CpuDevice:
             best_id = best[idx + place]
             if best_id >= 0 and takes_best(spec):
                 return best_id, None
-            return draw_row(self._logits[idx + place], spec)
+            return draw_row(self._logits[idx + place], spec, self._remedy)
 
         drawn: list[Drawn] = []
         for row in batch.rows:

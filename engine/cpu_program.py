@@ -9,6 +9,7 @@ head
 import ctypes
 from collections.abc import Mapping
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,8 @@ def check_kv_dtype(kv_dtype: str) -> None:
 class CpuProgram:
     """Ops over packed weights, at `address`; they live as long as this.
 
-    `formats` names those of the weights, as in `q4m.q8`.
+    `formats` names those of the weights, as in `q4m.q8`; `remedy` says what helps if they are
+    damaged, or is empty.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class CpuProgram:
         self.kv_dtype = kv_dtype
         self.max_context = max_context
         self.vocab_size = spec.vocab_size
+        self.remedy = _remedy(weights.path)
         formats = {tensor.format for tensor in weights.tensors.values()}
         self.formats = ".".join(format_.name.lower() for format_ in sorted(formats))
         builder = _Builder(spec, weights)
@@ -108,6 +111,12 @@ def load_program(
     requests = weight_requests(model.spec, model.tensors, dtype)
     packed = load_packed(model, requests, progress)
     return CpuProgram(model.spec, packed, kv_dtype=kv_dtype, max_context=max_context), packed
+
+
+def _remedy(packed: Path | None) -> str:
+    if packed is None:
+        return ""
+    return f"the weights are those of {packed}: remove it and start again to pack them anew"
 
 
 def _widths(spec: ModelSpec) -> list[int]:

@@ -15,6 +15,11 @@ def prefill_order(prefilling: Seq[Sequence]) -> list[Sequence]:
     return [oldest, *sorted(others, key=lambda s: (-s.priority, s.num_pending, s.sort_key))]
 
 
+def grant_order(sequence: Sequence) -> tuple[bool, tuple[int, float, int]]:
+    """Whoever was preempted comes before all grants for others, whatever their priority."""
+    return (not sequence.num_preemptions, sequence.sort_key)
+
+
 def preemption_victim(running: Iterable[Sequence]) -> Sequence | None:
     """The youngest of the lowest priority among those whose blocks can be taken now."""
     candidates = [sequence for sequence in running if not sequence.in_step and sequence.blocks]
@@ -22,14 +27,18 @@ def preemption_victim(running: Iterable[Sequence]) -> Sequence | None:
 
 
 def growth_reserve(running: Iterable[Sequence]) -> int:
-    """Blocks that `running` will take until the next of them must end at the latest."""
+    """Blocks that `running` will take until the next of them must end at the latest.
+
+    That is one that decodes, if any does: whoever still waits for his prompt ends by no step yet.
+    """
     sequences = list(running)
     if not sequences:
         return 0
-    horizon = min(sequence.max_length - len(sequence.token_ids) for sequence in sequences)
+    decoding = [s for s in sequences if not s.num_parked and not s.is_prefilling] or sequences
+    horizon = min(sequence.max_length - len(sequence.token_ids) for sequence in decoding)
     return sum(
-        max(0, blocks_for(len(sequence.token_ids) + horizon) - _num_blocks(sequence))
-        for sequence in sequences
+        max(0, blocks_for(min(len(s.token_ids) + horizon, s.max_length)) - _num_blocks(s))
+        for s in sequences
     )
 
 

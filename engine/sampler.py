@@ -38,9 +38,10 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _FIRST_NUCLEUS = 256
 
 
-def draw_row(logits: npt.NDArray[np.float32], spec: SampleSpec) -> Draw:
+def draw_row(logits: npt.NDArray[np.float32], spec: SampleSpec, remedy: str = "") -> Draw:
     """Token id, and log probabilities if wanted, for one row of logits [vocab].
 
+    `remedy` is said where the logits show that the model is damaged.
     Raises `InternalError` if a logit is not finite, `InvalidRequest` if a token that the request
     names is outside the vocabulary or nothing is left to draw.
     """
@@ -48,7 +49,7 @@ def draw_row(logits: npt.NDArray[np.float32], spec: SampleSpec) -> Draw:
         token_id = int(np.flatnonzero(~np.isfinite(logits))[0])
         raise InternalError(
             f"the logit of token {token_id} at position {spec.position} is {logits[token_id]}: "
-            "the model's weights or its KV cache are damaged"
+            f"the model's weights or its KV cache are damaged{remedy and '; '}{remedy}"
         )
     params = spec.params
     scores = _adjusted(logits, spec)

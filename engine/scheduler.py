@@ -81,9 +81,9 @@ class Scheduler:
         self.waiting[sequence.sequence_id] = sequence
 
     def unplaced(self) -> list[Sequence]:
-        """Waiting sequences whose place is not decided, first come first."""
+        """Waiting sequences whose place is not decided, in the order in which they get room."""
         unplaced = [s for s in self.waiting.values() if not s.is_placed]
-        return sorted(unplaced, key=lambda s: s.sort_key)
+        return sorted(unplaced, key=policy.grant_order)
 
     def park(self, sequence: Sequence, num_blocks: int) -> None:
         """Take a waiting sequence out while its prompt is computed elsewhere."""
@@ -202,6 +202,20 @@ class Scheduler:
     def has_room(self, num_blocks: int) -> bool:
         """True if `num_blocks` can be taken and what runs can still grow."""
         return num_blocks + self.reserve() <= self.ledger.available()
+
+    def has_room_for_grant(self, sequence: Sequence, num_blocks: int) -> bool:
+        """True if `num_blocks` can be granted for a waiting sequence, and whoever comes before it
+        can still start here, however long it grows.
+        """
+        own_turn = policy.grant_order(sequence)
+        claimed = sum(
+            blocks_for(len(s.token_ids))
+            for s in self.waiting.values()
+            if s.is_placed and s.arena == LOCAL_ARENA and policy.grant_order(s) < own_turn
+        )
+        if claimed:
+            claimed += blocks_for(sequence.max_length) - blocks_for(len(sequence.token_ids))
+        return self.has_room(num_blocks + claimed)
 
     def reserve(self) -> int:
         """Blocks to leave for the growth of what runs or is parked here."""

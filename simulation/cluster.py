@@ -35,6 +35,7 @@ class Layout:
     num_decode: int = 0
     transfer: str = "auto"
     placement: str = "remote"
+    checksums: str = "auto"
     num_blocks: int = 48
     max_context: int = 512
     stream_interval_s: float = 0.0
@@ -87,6 +88,7 @@ class Cluster:
             role,
             transfer=self.layout.transfer,
             placement=self.layout.placement,
+            checksums=self.layout.checksums,
             num_blocks=self.layout.num_blocks,
             stream_interval_s=self.layout.stream_interval_s,
             num_drafts=self.layout.num_drafts,

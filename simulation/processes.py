@@ -177,6 +177,7 @@ class SimWorker(Process):
         *,
         transfer: str,
         placement: str,
+        checksums: str,
         num_blocks: int,
         stream_interval_s: float,
         num_drafts: int,
@@ -210,6 +211,7 @@ class SimWorker(Process):
             broker="sim",
             transfer=transfer,
             placement=placement,
+            checksums=checksums,
             stream_interval_s=stream_interval_s,
         )
         core = WorkerCore(settings, self.scheduler, SimVocabulary())

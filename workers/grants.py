@@ -164,8 +164,9 @@ class OutgoingGrants:
                 self._links.avoid(opened.peer)
                 opened.abandon(f"the prefill worker said nothing for {opened.silent_s:g} s")
                 self._settle(opened)
-        for opened in self._open.values():
+        for opened in list(self._open.values()):
             opened.beat()
+            self._settle(opened)
         self._fencing.beat(o for o in self._open.values() if isinstance(o, GrantedPrefill))
 
     def __len__(self) -> int:
@@ -203,7 +204,7 @@ class OutgoingGrants:
         scheduler, ledger = self._context.scheduler, self._context.ledger
         prefix = ledger.take_prefix(scheduler.prefix_hashes(sequence))
         missing = blocks_for(len(sequence.token_ids)) - len(prefix)
-        if not scheduler.has_room(missing):
+        if not scheduler.has_room_for_grant(sequence, missing):
             ledger.release(prefix)
             return None
         if not ledger.check_seals(prefix):

@@ -19,6 +19,9 @@ from llmrt.workers.events import ArenaShape
 from llmrt.workers.handover import Handover
 from llmrt.workers.links import PeerLinks
 
+# P announces all that it has with every beat: one that lacks blocks for longer never has them.
+ANNOUNCE_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -76,6 +79,7 @@ class LeasedPrefill(Handover):
 
     block_reads: BlockReads
     commit: m.Commit | None = None
+    committed_at: float = 0.0
     lease_id: int = 0
     lease_generation: int = 0
     renewed_at: float = 0.0
@@ -149,7 +153,7 @@ class LeasedPrefill(Handover):
     def committed(self, commit: m.Commit, checksums: bytes) -> None:
         """The checksums came with the chunks."""
         if self.commit is None:
-            self.commit = commit
+            self.commit, self.committed_at = commit, self.context.now
             self._confirm_if_complete()
 
     def confirmed(self, state: m.LeaseState) -> None:
@@ -189,6 +193,9 @@ class LeasedPrefill(Handover):
         if self.lease_id and now - self.renewed_at >= self.context.settings.lease_renew_s:
             self.renewed_at = now
             self._send_lease(m.LEASE_RENEW)
+        is_late = self.commit is not None and now - self.committed_at >= ANNOUNCE_S
+        if is_late and not self.is_ending and not self._is_announced():
+            self.abandon("it committed, and did not announce all blocks")
         self._confirm_if_complete()
 
     # -- details -----------------------------------------------------------------------------
@@ -218,10 +225,12 @@ class LeasedPrefill(Handover):
     def _read(self, part: Part) -> None:
         self.reads[self.block_reads.start(self, part)] = part
 
+    def _is_announced(self) -> bool:
+        return max(self.num_read, len(self.grant.prefix)) == len(self.grant.all_blocks)
+
     def _is_complete(self) -> bool:
         """All blocks are here, and compared."""
-        num_here = max(self.num_read, len(self.grant.prefix))
-        return num_here == len(self.grant.all_blocks) and not self.reads and not self.comparing
+        return self._is_announced() and not self.reads and not self.comparing
 
     def _confirm_if_complete(self) -> None:
         """Ask whether the lease still holds, once everything is here and committed."""

@@ -65,21 +65,8 @@ class OfferedPrefills:
         if key in self._offers:
             self._say_held(self._offers[key])  # sent again because no answer came yet
             return
-        refusal = self._refusal(sender, offer)
-        if self._ended.covers(key):
-            refusal = "withdrawn before it came"
-        if refusal is not None:
-            self._stopped(sender, offer.grant_id, header, refusal)
-            return
         tokens, blocks = unpack_u32(raw_tokens), unpack_u32(raw_blocks)
-        arena = self._links.arena_of(sender)
-        refusal = misfit(
-            offer,
-            tokens,
-            blocks,
-            settings=self._context.settings,
-            num_owner_blocks=0 if arena is None else arena.num_blocks,
-        )
+        refusal = self._refusal(sender, offer, tokens, blocks)
         if refusal is not None:
             self._stopped(sender, offer.grant_id, header, refusal)
             return
@@ -149,8 +136,8 @@ class OfferedPrefills:
                 continue
             if offered.is_withdrawn:
                 self._finish_withdrawal(offered)
-            elif not offered.is_grant:
-                self._announce(offered)
+            else:
+                self._advance(offered)
 
     def rights(self, sequence_ids: Iterable[SequenceId]) -> dict[SequenceId, WriteRight]:
         """What the owners have granted to those of these sequences that write into their blocks."""
@@ -169,7 +156,7 @@ class OfferedPrefills:
         if self._offers.get(offered.key) is not offered:
             return True  # ended meanwhile
         if not offered.hashed(hash_id, checksums):
-            self._end(offered, "the owner's arena is not mapped any more")
+            self._withdraw(offered)  # the owner's arena is not mapped any more
             return True
         if not offered.is_grant:
             self._send_complete(offered)
@@ -192,8 +179,6 @@ class OfferedPrefills:
             extras=encode_extras(drawn.logprobs),
             lease_id=offered.lease_id or 0,
         )
-        if offered.is_grant:
-            self._complete(offered, len(sequence.blocks))
         self._send_commit(offered)
         self._context.scheduler.remove(sequence)  # blocks under a lease stay for their reader
         return True
@@ -251,15 +236,19 @@ class OfferedPrefills:
 
     # -- details -----------------------------------------------------------------------------
 
-    def _refusal(self, sender: WorkerName, offer: m.Offer) -> str | None:
-        settings = self._context.settings
-        if self._links.arena_of(sender) is None:
+    def _refusal(
+        self, sender: WorkerName, offer: m.Offer, tokens: "array[int]", blocks: "array[int]"
+    ) -> str | None:
+        settings, arena = self._context.settings, self._links.arena_of(sender)
+        if self._ended.covers((sender, offer.grant_id)):
+            return "withdrawn before it came"
+        if arena is None:
             return "the owner has not said who it is, or is no partner"
         if offer.mode == GRANT and not self._links.is_mapped(sender, offer.arena_generation):
             return "the owner's arena is not mapped here"
         if len(self._offers) >= settings.max_waiting:
             return "too many offers wait here"
-        return None
+        return misfit(offer, tokens, blocks, settings=settings, num_owner_blocks=arena.num_blocks)
 
     def _take(
         self,
@@ -290,7 +279,6 @@ class OfferedPrefills:
             is_placed=True,
             salt=offer.salt,
         )
-        arena = sequence.arena
         first = offer.num_given // BLOCK_TOKENS
         offered = OfferedPrefill(
             owner=sender,
@@ -301,7 +289,7 @@ class OfferedPrefills:
             checked=CheckedBlocks(
                 offer.checksums, RequestId(header.request_id), first, blocks_for(len(tokens))
             ),
-            right=WriteRight(arena, blocks[:], offer.num_given) if is_grant else None,
+            right=WriteRight(sequence.arena, blocks[:], offer.num_given) if is_grant else None,
             deadline=deadline,
             received_at=context.now,
         )
@@ -324,27 +312,25 @@ class OfferedPrefills:
             if offered.owner != owner and offered.commit is None
         )
 
-    def _announce(self, offered: OfferedPrefill) -> None:
-        """Tell the owner which blocks it may read now."""
-        context, sequence = self._context, offered.sequence
-        if offered.lease_id is None:
+    def _advance(self, offered: OfferedPrefill) -> None:
+        """Hash what is new and checked, and tell the owner of a lease which blocks it may read."""
+        sequence = offered.sequence
+        if not offered.is_grant and offered.lease_id is None:
             blocks = [BlockId(block) for block in sequence.blocks]
-            expires_at = context.now + context.settings.lease_s
-            offered.lease_id = context.ledger.lease(offered.owner, blocks, expires_at)
+            expires_at = self._context.now + self._context.settings.lease_s
+            offered.lease_id = self._context.ledger.lease(offered.owner, blocks, expires_at)
             offered.leased_blocks = sequence.blocks[:]
-        is_last = sequence.num_computed >= offered.sequence.max_length - 1
         num_computed = sequence.num_computed
-        self._complete(
-            offered, blocks_for(num_computed) if is_last else num_computed // BLOCK_TOKENS
-        )
-        self._send_complete(offered)
+        is_last = num_computed >= sequence.max_length - 1
+        num_complete = blocks_for(num_computed) if is_last else num_computed // BLOCK_TOKENS
+        first, offered.num_complete = offered.num_complete, num_complete
+        if indices := offered.checked.within(first, num_complete):
+            self._hash(offered, first, indices)
+        if not offered.is_grant:
+            self._send_complete(offered)
 
-    def _complete(self, offered: OfferedPrefill, num_blocks: int) -> None:
-        """So many blocks are computed: hash those of them that are new and checked."""
-        first, offered.num_complete = offered.num_complete, max(num_blocks, offered.num_complete)
-        indices = offered.checked.within(first, offered.num_complete)
-        if not indices:
-            return
+    def _hash(self, offered: OfferedPrefill, first: int, indices: list[int]) -> None:
+        """Hash these of the blocks from `first` on, while the next ones are computed."""
         hash_id = self._context.new_hash_id()
         self._hashing[hash_id] = offered
         offered.hashing[hash_id] = (first, offered.num_complete)

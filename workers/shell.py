@@ -1,7 +1,7 @@
 """The shell of a worker: carries out the effects of `WorkerCore`, and nothing else.
 
 Four kinds of thread: the loop (sockets and the machine), one that runs steps, one that tokenizes,
-and one that hashes blocks. A reader per peer copies blocks under leases.
+and one that hashes many blocks. A reader per peer copies blocks under leases.
 """
 
 import asyncio
@@ -42,6 +42,8 @@ log = structlog.get_logger(__name__)
 ATTACH_TIMEOUT_S = 10.0
 # 30 MB/s for the longest prompts of small models; a slower link is of no use to a request.
 READ_TIMEOUT_S = 30.0
+# 0.2 ms: a thread takes as long to wake up, and the loop behind it, too.
+HASH_AT_ONCE_BYTES = 2 << 20
 
 
 class ArenaHello(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,13 +164,18 @@ class WorkerShell:
             case do.FenceWriter(peer):
                 self._fence(peer)
             case do.DetachArena(owner):
-                # Behind the running step, which may still name it.
+                # Behind the running step and the last hash, which may still name it.
                 detached = self._step_thread.call(self._detach, owner)
-                detached.add_done_callback(lambda _: self._call_soon(self._unmap, owner))
+                detached.add_done_callback(
+                    lambda _: self._hash_thread.submit(self._call_soon, self._unmap, owner)
+                )
             case do.ReadBlocks():
                 self._spawn(self._read(effect))
             case do.HashBlocks():
-                self._hash_thread.submit(self._hash, effect).add_done_callback(self._post)
+                if len(effect.blocks) * self._arena.block_bytes <= HASH_AT_ONCE_BYTES:
+                    self._driver.handle(self._hash(effect))
+                else:
+                    self._hash_thread.submit(self._hash, effect).add_done_callback(self._post)
             case do.Log(event, level, fields):
                 getattr(log, level)(event, **fields)
             case do.Ready():

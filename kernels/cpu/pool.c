@@ -8,7 +8,10 @@
 #include <unistd.h>
 
 /* Between steps a few hundred microseconds pass; a sleeping thread takes some 50 us to come. */
-enum { SPINS_BEFORE_SLEEP = 20000, SPINS_BEFORE_YIELD = 2000 };
+enum { SPINS_BEFORE_SLEEP = 20000 };
+/* At a barrier a thread is late by microseconds, unless it lost its core: then waiting is left to
+ * the kernel. Yields come first, as the late one may want this core. */
+enum { BARRIER_SPINS = 2000, BARRIER_YIELDS = 1000 };
 enum { MAX_THREADS = (1 << 16) - 1 };
 
 struct llmrt_pool {
@@ -26,6 +29,9 @@ struct llmrt_pool {
     _Alignas(64) _Atomic uint64_t round;
     _Alignas(64) atomic_int arrived;
     _Alignas(64) atomic_uint phase; /* of the barrier */
+    atomic_int num_asleep; /* at it */
+    pthread_mutex_t barrier_mutex;
+    pthread_cond_t barrier_wake;
 };
 
 typedef struct {
@@ -41,21 +47,47 @@ static inline void relax(void) {
 #endif
 }
 
+static int is_over(llmrt_pool *pool, unsigned phase) {
+    return atomic_load_explicit(&pool->phase, memory_order_acquire) != phase;
+}
+
+/* Either this thread sees the new phase, or the one that begins it sees this one asleep: both write
+ * before they read, in one order for all. */
+static void sleep_until_over(llmrt_pool *pool, unsigned phase) {
+    pthread_mutex_lock(&pool->barrier_mutex);
+    atomic_fetch_add(&pool->num_asleep, 1);
+    while (atomic_load(&pool->phase) == phase)
+        pthread_cond_wait(&pool->barrier_wake, &pool->barrier_mutex);
+    atomic_fetch_sub(&pool->num_asleep, 1);
+    pthread_mutex_unlock(&pool->barrier_mutex);
+}
+
+static void begin_phase(llmrt_pool *pool) {
+    atomic_fetch_add(&pool->phase, 1);
+    if (atomic_load(&pool->num_asleep) == 0) return;
+    pthread_mutex_lock(&pool->barrier_mutex);
+    pthread_cond_broadcast(&pool->barrier_wake);
+    pthread_mutex_unlock(&pool->barrier_mutex);
+}
+
 void llmrt_pool_barrier(llmrt_pool *pool) {
     int num_running = pool->num_running; /* before it is known that this thread has come */
     if (num_running == 1) return;
     unsigned phase = atomic_load_explicit(&pool->phase, memory_order_acquire);
     if (atomic_fetch_add(&pool->arrived, 1) == num_running - 1) {
         atomic_store(&pool->arrived, 0);
-        atomic_fetch_add(&pool->phase, 1);
+        begin_phase(pool);
         return;
     }
-    for (int i = 0; atomic_load_explicit(&pool->phase, memory_order_acquire) == phase; i++) {
-        if (i < SPINS_BEFORE_YIELD)
-            relax();
-        else
-            sched_yield();
+    for (int i = 0; i < BARRIER_SPINS; i++) {
+        if (is_over(pool, phase)) return;
+        relax();
     }
+    for (int i = 0; i < BARRIER_YIELDS; i++) {
+        if (is_over(pool, phase)) return;
+        sched_yield();
+    }
+    sleep_until_over(pool, phase);
 }
 
 static int takes_part(uint64_t round, int thread) {
@@ -106,6 +138,8 @@ llmrt_pool *llmrt_pool_new(int num_threads) {
     *pool = (llmrt_pool){.num_threads = 1, .process = getpid()};
     pthread_mutex_init(&pool->mutex, NULL);
     pthread_cond_init(&pool->wake, NULL);
+    pthread_mutex_init(&pool->barrier_mutex, NULL);
+    pthread_cond_init(&pool->barrier_wake, NULL);
     pool->threads = calloc((size_t)num_threads, sizeof *pool->threads);
     while (pool->threads && pool->num_threads < num_threads) {
         start *own = malloc(sizeof *own);
@@ -130,6 +164,8 @@ void llmrt_pool_free(llmrt_pool *pool) {
         pool->is_closing = 1;
         start_round(pool, pool->num_threads);
         for (int i = 1; i < pool->num_threads; i++) pthread_join(pool->threads[i], NULL);
+        pthread_cond_destroy(&pool->barrier_wake);
+        pthread_mutex_destroy(&pool->barrier_mutex);
         pthread_cond_destroy(&pool->wake);
         pthread_mutex_destroy(&pool->mutex);
     }

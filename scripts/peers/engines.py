@@ -26,8 +26,7 @@ class Engine:
     def python(self, root: Path) -> Path:
         if self.environment is not None:
             return root / self.environment / "bin" / "python"
-        own = HERE.parents[1] / ".venv" / "bin" / "python"
-        return own if own.exists() else Path(sys.executable)
+        return own_python()
 
 
 SHIPPED = "llama.cpp"
@@ -44,6 +43,12 @@ ENGINES = (
     Engine("llmrt-served", None, "llmrt_served_engine.py", "model.gguf"),
 )
 BY_NAME = {engine.name: engine for engine in ENGINES}
+
+
+def own_python() -> Path:
+    """That of llmrt's environment."""
+    own = HERE.parents[1] / ".venv" / "bin" / "python"
+    return own if own.exists() else Path(sys.executable)
 
 
 def model_folder(root: Path, model: str) -> Path:

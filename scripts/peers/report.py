@@ -37,6 +37,29 @@ def summary(values: Values, metric: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def bandwidth_shares(
+    runs: Sequence[Mapping[str, Any]], metric: str, sizes: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+    """Per engine in `sizes` the share of memory bandwidth that decoding one stream took.
+
+    The median over repetitions of bytes read per token times tokens/s, over the mean of the
+    bandwidth probed before and after. `sizes` has the bytes that a token reads: `weights`, and `kv`
+    for each token of context. Other metrics have no shares.
+    """
+    asked = METRICS[metric]
+    if asked.kind != "decode" or asked.streams != 1:
+        return {}
+    context = asked.prompt_tokens + asked.new_tokens / 2
+    shares: dict[str, list[float]] = {}
+    for run in runs:
+        size, rate = sizes.get(run["engine"]), run["values"].get(metric)
+        if size is not None and rate is not None:
+            probed = 1e9 * (run["gb_per_s_before"] + run["gb_per_s_after"]) / 2
+            share = (size["weights"] + size["kv"] * context) * rate / probed
+            shares.setdefault(run["engine"], []).append(share)
+    return {name: round(statistics.median(row), 3) for name, row in shares.items()}
+
+
 def table(report: Mapping[str, Any]) -> str:
     machine = report["machine"]
     lines = [
@@ -78,6 +101,8 @@ def _line(name: str, entry: Mapping[str, Any]) -> str:
         cells.append(f"{entry['over_best']:6.2f} x {entry['best']}")
     if entry["over_shipped"] is not None and entry["best"] != SHIPPED:
         cells.append(f"{entry['over_shipped']:6.2f} x {SHIPPED}")
+    if (share := entry.get("bandwidth_share")) is not None:
+        cells.append(f"{100 * share:5.1f} % of the bandwidth")
     return "  ".join(cells)
 
 

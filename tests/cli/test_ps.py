@@ -53,6 +53,13 @@ def test_a_refused_link_is_shown_with_its_reason() -> None:
     assert "\n\nlink of d to p is refused: KV contract differs: why\n\nup " in text
 
 
+def test_kv_that_had_changed_is_shown() -> None:
+    changed = make_worker("d", num_checksum_mismatches=2)
+    text = table(make_reply(workers=(changed, make_worker("e"))))
+    line = "KV of d had changed, and was not used: 2 times on its way, 0 times in the cache"
+    assert f"\n\n{line}\n\nup " in text
+
+
 def test_requests_are_shown_only_if_there_are_some() -> None:
     assert "REQUEST" not in table(make_reply())
     row = RequestRow(

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import shutil
 import subprocess
 import sys
 from array import array
@@ -35,7 +36,7 @@ from tests.engine.tiny_models import (
 
 from llmrt.engine.batch import LOCAL_ARENA, ArenaId, Batch, Row
 from llmrt.engine.cpu_device import CpuDevice
-from llmrt.engine.cpu_program import CpuProgram
+from llmrt.engine.cpu_program import CpuProgram, load_program
 from llmrt.engine.cpu_weights import weight_requests
 from llmrt.engine.device_parts import warm_up
 from llmrt.engine.sampler import draw_row
@@ -241,6 +242,20 @@ def test_a_row_with_poisoned_kv_fails_alone(tiny: OpenedModel) -> None:
     assert isinstance(drawn[0].error, InternalError)
     assert drawn[0].token_ids == ()
     assert drawn[1] == alone
+
+
+def test_a_poisoned_row_names_the_packed_file_and_the_remedy(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model's own file is not to blame if what was mapped is another."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "model"
+    shutil.copytree(folder_of("llama"), folder)
+    model = open_model(folder)
+    program, packed = load_program(model, dtype="f32", kv_dtype="f32", max_context=64)
+    assert packed.path is not None
+    drawn = make_device(program).run(Batch(0, (make_row(range(9), 8, 9, [1]),))).drawn
+    assert f"are those of {packed.path}: remove it" in str(drawn[0].error)
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,8 @@ def test_a_row_that_is_not_finite_fails(value: float) -> None:
     logits[44] = value
     with pytest.raises(InternalError, match="token 44 at position 5"):
         draw_row(logits, make_spec(temperature=1.0))
+    with pytest.raises(InternalError, match=r"KV cache are damaged; restart it$"):
+        draw_row(logits, make_spec(), "restart it")
 
 
 def test_logprobs_are_of_the_model_before_temperature_and_filters() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from local_cluster import RunningCluster
+from tests.integration.conftest import StartCluster
 
 from llmrt.client import Client
 from llmrt.client.requests import Options
@@ -46,6 +47,21 @@ def test_split_gives_the_text_of_colocated(
     assert answers(split) == expected
     assert answers(split_tcp) == expected
     assert answers(split) == expected  # and with warm caches
+
+
+@pytest.mark.parametrize("transfer", ["shm", "tcp"])
+def test_blocks_that_are_compared_and_sealed_give_the_same_text(
+    colocated: RunningCluster, start_cluster: StartCluster, transfer: str
+) -> None:
+    """And no real block differs from itself, on its way or in the cache."""
+    expected = answers(colocated)
+    checked = ("--checksums", "full", "--transfer", transfer)
+    with start_cluster("--prefill", "1", "--decode", "1", *checked) as cluster:
+        assert answers(cluster) == answers(cluster) == expected
+        with Client(cluster.bind) as client:
+            workers = client.workers().workers
+    assert sum(worker.num_cached_blocks for worker in workers) > 20
+    assert not any(w.num_checksum_mismatches or w.num_seal_mismatches for w in workers)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import re
 import resource
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from llmrt.kernels.cpu.library import Format
 from llmrt.models.loading import OpenedModel, open_model
@@ -247,13 +249,14 @@ def header_of(file: Path) -> bytes:
         lambda text: text + b"0" * 16 + b"\n",
         lambda text: signed(b"[" * 4000),
         lambda text: signed(b"{}"),
-        lambda text: signed(text.replace(b'"revision":1', b'"revision":0')),
-        lambda text: signed(text.replace(b'"revision":1', b'"revision":true')),
-        lambda text: signed(text.replace(b'"revision":1', b'"more":1,"revision":1')),
+        lambda text: signed(text.replace(b'"revision":2', b'"revision":0')),
+        lambda text: signed(text.replace(b'"revision":2', b'"revision":true')),
+        lambda text: signed(text.replace(b'"revision":2', b'"more":1,"revision":2')),
         lambda text: signed(text.replace(b'"size_bytes":', b'"size_bytes":1')),
         lambda text: signed(text.replace(b'"plan":"', b'"plan":"0')),
         lambda text: signed(text.replace(b'"origin":"', b'"origin":{"":"')),
         lambda text: signed(text.replace(b'"weights_hash":"', b'"weights_hash":"\xff')),
+        lambda text: signed(text.replace(b'"content":"', b'"content":"0')),
     ],
 )
 def test_a_hostile_header_is_refused(path: Path, damage: Callable[[bytes], bytes]) -> None:
@@ -264,6 +267,65 @@ def test_a_hostile_header_is_refused(path: Path, damage: Callable[[bytes], bytes
     second = Load(path)
     assert second.has_packed
     assert "damaged" in second.packed.notes[0]
+    assert_right(second)
+
+
+@pytest.mark.parametrize("place", [PAGE_BYTES, 0.5, -1], ids=["first", "middle", "last"])
+def test_weights_that_are_damaged_are_packed_again_and_replaced(path: Path, place: float) -> None:
+    """One bit in one byte: header and size are right."""
+    first = Load(path)
+    size_bytes = first.file.stat().st_size
+    flip(first.file, int(size_bytes * place) if 0 < place < 1 else int(place) % size_bytes)
+    with capture_logs() as logs:
+        second = Load(path)
+    assert [(entry["event"], entry["log_level"], entry["path"]) for entry in logs] == [
+        ("packed_weights.damaged", "warning", str(first.file))
+    ]
+    assert second.has_packed
+    assert "do not have their checksum" in second.packed.notes[0]
+    assert second.file == first.file
+    assert_right(second)
+    third = Load(path)
+    assert (third.has_packed, third.packed.notes) == (False, ())
+
+
+def test_a_damaged_file_that_was_first_is_replaced(path: Path) -> None:
+    """It came by while this worker packed, so that only giving the name finds it."""
+    file = Load(path).file
+    flip(file, file.stat().st_size // 2)
+    aside = file.rename(file.with_name("aside"))
+    model = opened(path)
+
+    def come_back(done: int, total: int) -> None:
+        if aside.exists():
+            aside.rename(file)
+
+    packed = load_packed(model, requests_for(model), come_back, settled_after_s=-1.0)
+    assert packed.path == file
+    second = Load(path)
+    assert not second.has_packed
+    assert_right(second)
+
+
+def flip(file: Path, place: int) -> None:
+    with file.open("r+b") as raw:
+        raw.seek(place)
+        (value,) = raw.read(1)
+        raw.seek(place)
+        raw.write(bytes([value ^ 16]))
+
+
+def test_a_file_of_the_revision_before_is_packed_again(path: Path) -> None:
+    """It has no checksum, and goes."""
+    file = Load(path).file
+    text = re.sub(rb',"content":"[0-9a-f]{32}"', b"", header_of(file))
+    page = signed(text.replace(b'"revision":2', b'"revision":1')).ljust(PAGE_BYTES, b"\0")
+    with file.open("r+b") as raw:
+        raw.write(page)
+    old = file.rename(file.with_name(file.name.removesuffix(f"-p{REVISION}") + "-p1"))
+    second = Load(path)
+    assert second.has_packed
+    assert not old.exists()
     assert_right(second)
 
 

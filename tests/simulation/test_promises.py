@@ -27,6 +27,8 @@ LAYOUTS = {
     "tight leases": TIGHT_LEASES,
     "held back": HELD_BACK,
     "weighed": Layout(num_prefill=1, num_decode=2, placement="auto"),
+    "checked in place": Layout(num_prefill=2, num_decode=2, checksums="full"),
+    "leases sampled": Layout(num_prefill=2, num_decode=2, transfer="tcp", checksums="sampled"),
 }
 LOSSY = Faults(drop=0.02, double=0.05, late=0.05)
 

@@ -35,6 +35,7 @@ def test_default_names_differ_between_processes_and_name_the_role() -> None:
     [
         ({"role": "judge"}, ConfigError, "role is 'judge': one of both, prefill, decode"),
         ({"transfer": "pigeon"}, ConfigError, "transfer is 'pigeon'"),
+        ({"checksums": "md5"}, ConfigError, "checksums is 'md5'"),
         ({"placement": "nowhere"}, ConfigError, "placement is 'nowhere'"),
         ({"speculative": "luck"}, ConfigError, "speculative is 'luck': one of off, ngram"),
         ({"speculative_tokens": 17}, ConfigError, "speculative_tokens is 17: from 1 to 16"),

@@ -186,6 +186,28 @@ def test_sampled_hashes_some_blocks_and_sees_a_change_in_them(
     assert len(mismatches(owner)) == 1
 
 
+def test_a_commit_whose_blocks_are_never_announced_is_given_up(
+    make_worker: Any, link: Any, tokens_of: Any
+) -> None:
+    """P says with every beat that it holds the offer, so that its silence would not end this."""
+    owner, prefill = make_pair(make_worker, link, transfer="tcp")
+    owner.dispatch(tokens_of(100), prefill=prefill.name, max_tokens=1)
+    pass_on(owner, prefill, m.OFFER)
+    prefill.step(50)
+    pass_on(prefill, owner, m.COMMIT)
+    for _ in range(4):
+        prefill.tick()
+        owner.tick()
+        pass_on(prefill, owner, m.OFFER_HELD)
+    assert owner.scheduler.step is None
+    owner.tick()
+    pass_on(owner, prefill, m.WITHDRAW)
+    prefill.assert_all_free()
+    owner.step(51)
+    assert owner.tokens() == [51]
+    owner.assert_all_free()
+
+
 BAD_CHUNKS: dict[str, Any] = {
     "stale generation": lambda c, b, s: (msgspec.structs.replace(c, arena_generation=2), b, s),
     "block out of range": lambda c, b, s: (c, b[:-1] + array("I", [64]), s),
