@@ -95,7 +95,8 @@ def _bf16_of(values: Floats) -> Elements:
 def _e4m3_of(values: Floats) -> Elements:
     """To the nearest, ties to even; 448 and above become 448, a NaN 0x7f."""
     bits = values.view(np.uint32)
-    sign, bits = bits >> 24 & 0x80, bits & 0x7FFFFFFF
+    sign: Elements = bits >> 24 & 0x80
+    bits = bits & np.uint32(0x7FFFFFFF)
     magnitude = np.minimum(bits, 0x43E00000)
     rounded = (magnitude + np.uint32(0x7FFFF) + (magnitude >> 20 & 1)) >> 20
     subnormal = np.rint(magnitude.view(np.float32) * np.float32(512)).astype(np.uint32)

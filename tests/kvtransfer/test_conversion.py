@@ -128,7 +128,7 @@ def test_numbers_change_by_at_most_the_stated_error(theirs: str, ours: str) -> N
     source = make(theirs, ours)
     _, raw = some_blocks(source.theirs, 3)
     target = np.zeros(3 * source.ours.block_bytes, np.uint8)
-    source.convert(memoryview(raw), memoryview(target), [0, 1, 2], range(96))
+    source.convert(raw.data, target.data, [0, 1, 2], range(96))
     before = read_plainly(source.theirs, raw).astype(np.float64)
     after = read_plainly(source.ours, target).astype(np.float64)
     largest = np.abs(before).max(-1, keepdims=True)
@@ -165,8 +165,8 @@ def test_a_wider_dtype_and_back_gives_the_same_numbers(wide: str, narrow: str) -
     _, raw = some_blocks(out.theirs, 2)
     between = np.zeros(2 * out.ours.block_bytes, np.uint8)
     after = np.zeros_like(raw)
-    out.convert(memoryview(raw), memoryview(between), [0, 1], range(64))
-    back.convert(memoryview(between), memoryview(after), [0, 1], range(64))
+    out.convert(raw.data, between.data, [0, 1], range(64))
+    back.convert(between.data, after.data, [0, 1], range(64))
     before, final = read_plainly(out.theirs, raw), read_plainly(out.theirs, after)
     largest = np.abs(before).max(-1, keepdims=True)
     limit = 0 if narrow == "bf16" else out.max_error + back.max_error
@@ -233,9 +233,7 @@ def test_exactly_the_tokens_asked_for_are_written(
     blocks = data.draw(st.permutations(range(num_blocks + 1)))[:num_blocks]
     target = np.full((num_blocks + 1) * ours.block_bytes, 0xA5, np.uint8)
 
-    found.convert(
-        memoryview(raw), memoryview(target), blocks, range(start, stop), source_token=source_token
-    )
+    found.convert(raw.data, target.data, blocks, range(start, stop), source_token=source_token)
 
     with np.errstate(all="ignore"):
         actual, untouched = (
