@@ -13,6 +13,7 @@ from llmrt.kvtransfer.cuda_runtime import CudaCallFailed, DeviceFacts
 
 _DISABLE_TIMING, _INTERPROCESS = 2, 4
 _NON_BLOCKING = 1
+_MEMCPY_TO_HOST = 2
 _MEMCPY_DEFAULT = 4  # the driver sees by the addresses which devices they are of
 _UUID_BYTES = 16
 
@@ -27,6 +28,8 @@ def why_not() -> str | None:
         return "there is no CUDA driver (libcuda.so.1)"
     try:
         count = CupyRuntime().num_devices()
+    except ImportError as error:
+        return f"cupy cannot be imported: {error}"
     except CudaCallFailed as error:
         return error.message
     return None if count else "the CUDA driver sees no GPU"
@@ -34,7 +37,7 @@ def why_not() -> str | None:
 
 class CupyRuntime:
     def __init__(self) -> None:
-        self._cuda: Any = importlib.import_module("cupy.cuda.runtime")
+        self._cuda: Any = importlib.import_module("cupy").cuda.runtime
         self._driver = ctypes.CDLL("libcuda.so.1")
 
     def num_devices(self) -> int:
@@ -56,6 +59,9 @@ class CupyRuntime:
         text = name.value.decode(errors="replace")
         return DeviceFacts(slice_.raw.hex(), text, whole.raw != slice_.raw or " MIG " in text)
 
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        return bool(self._call(self._cuda.deviceCanAccessPeer, device, peer))
+
     def malloc(self, size_bytes: int) -> int:
         return int(self._call(self._cuda.malloc, size_bytes))
 
@@ -65,6 +71,12 @@ class CupyRuntime:
     def fill(self, pointer: int, value: int, size_bytes: int) -> None:
         self._call(self._cuda.memset, pointer, value, size_bytes)
         self._call(self._cuda.deviceSynchronize)
+
+    def read(self, pointer: int, size_bytes: int) -> bytes:
+        target = ctypes.create_string_buffer(size_bytes)
+        address = ctypes.addressof(target)
+        self._call(self._cuda.memcpy, address, pointer, size_bytes, _MEMCPY_TO_HOST)
+        return target.raw
 
     def base_of(self, pointer: int) -> tuple[int, int]:
         base, size = ctypes.c_uint64(), ctypes.c_size_t()

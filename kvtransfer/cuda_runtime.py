@@ -30,9 +30,15 @@ class DeviceFacts:
 class CudaRuntime(Protocol):
     """Pointers, streams and events are addresses. Every call may raise `CudaCallFailed`."""
 
+    def num_devices(self) -> int: ...
+
     def set_device(self, device: int) -> None: ...
 
     def device_facts(self, device: int) -> DeviceFacts: ...
+
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        """Whether the two reach each other's memory without the host (NVLink, or one PCIe root)."""
+        ...
 
     def malloc(self, size_bytes: int) -> int:
         """A cudaMalloc of its own, outside any caching allocator."""
@@ -42,6 +48,10 @@ class CudaRuntime(Protocol):
 
     def fill(self, pointer: int, value: int, size_bytes: int) -> None:
         """Returns when it is done."""
+        ...
+
+    def read(self, pointer: int, size_bytes: int) -> bytes:
+        """Copy to the host, behind nothing that a stream of ours still does."""
         ...
 
     def base_of(self, pointer: int) -> tuple[int, int]:

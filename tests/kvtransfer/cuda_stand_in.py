@@ -61,11 +61,17 @@ class StandIn:
 
     # -- devices and memory --------------------------------------------------------------------
 
+    def num_devices(self) -> int:
+        return 1
+
     def set_device(self, device: int) -> None:
         self._local.device = device
 
     def device_facts(self, device: int) -> DeviceFacts:
         return self._facts
+
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        return device != peer
 
     def malloc(self, size_bytes: int) -> int:
         self._check_thread("cudaMalloc")
@@ -83,6 +89,9 @@ class StandIn:
     def fill(self, pointer: int, value: int, size_bytes: int) -> None:
         self._check_thread("cudaMemset")
         ctypes.memset(self._valid("cudaMemset", pointer, size_bytes), value, size_bytes)
+
+    def read(self, pointer: int, size_bytes: int) -> bytes:
+        return ctypes.string_at(self._valid("cudaMemcpy", pointer, size_bytes), size_bytes)
 
     def base_of(self, pointer: int) -> tuple[int, int]:
         memory = self._memory_at(pointer)
@@ -196,9 +205,6 @@ class StandIn:
         self._streams[stream].synchronize()
 
     # -- for tests -----------------------------------------------------------------------------
-
-    def peek(self, pointer: int, size_bytes: int) -> bytes:
-        return ctypes.string_at(self._valid("peek", pointer, size_bytes), size_bytes)
 
     @property
     def num_mapped(self) -> int:

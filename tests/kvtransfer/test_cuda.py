@@ -18,6 +18,7 @@ from llmrt.kvtransfer.cuda_arena import CudaArena, CudaArenaExport
 from llmrt.kvtransfer.cuda_ipc import ImportedArenas, import_refusal, in_place_refusal
 from llmrt.kvtransfer.cuda_reader import CudaReader
 from llmrt.kvtransfer.cuda_runtime import CudaCallFailed
+from llmrt.kvtransfer.transport import BlockReader
 from llmrt.wire.errors import ConfigError, TransferFailed
 from llmrt.wire.ids import BlockId, LeaseId
 from llmrt.wire.messages import ProcessName
@@ -58,7 +59,7 @@ for line in sys.stdin:
     elif command == "run":
         may_run.set()
     elif command == "peek":
-        answer = cuda.peek(arena.pointer, 512).hex()
+        answer = cuda.read(arena.pointer, 512).hex()
     elif command == "returned":
         arena.returned("reader")
     elif command == "free":
@@ -130,7 +131,7 @@ class Here:
         return CudaReader(self.cuda, self.arena, "p@1", owner.export, self.imports)
 
     def block(self, block: int) -> bytes:
-        return self.cuda.peek(self.arena.pointer + block * BLOCK_BYTES, BLOCK_BYTES)
+        return self.cuda.read(self.arena.pointer + block * BLOCK_BYTES, BLOCK_BYTES)
 
     def untouched(self) -> list[int]:
         return [block for block in range(NUM_BLOCKS) if self.block(block) == bytes(BLOCK_BYTES)]
@@ -153,7 +154,7 @@ def here(tmp_path: Path) -> Here:
 
 
 async def read(
-    reader: CudaReader,
+    reader: BlockReader,
     source: list[int],
     target: list[int],
     *,
@@ -209,7 +210,7 @@ def test_a_step_of_ours_waits_for_the_peer_by_the_event(owner: Owner, here: Here
     owner.tell("launch")
     cuda.wait_event(waiting, imported.event)
     for stream in (hasty, waiting):
-        cuda.launch(lambda: seen.append(cuda.peek(imported.pointer, 1)), stream)
+        cuda.launch(lambda: seen.append(cuda.read(imported.pointer, 1)), stream)
     cuda.synchronize(hasty)
     owner.tell("run")
     cuda.synchronize(waiting)
