@@ -19,9 +19,9 @@ from llmrt.wire.messages import ChatMessage
 
 # Of English text about, of token ids exactly.
 BYTES_PER_TOKEN = 4
-# A block of 32 tokens; from 2 KiB on, a sixteenth of what lies before.
-FIRST_CUT = 128
-CUT_SHARE = 16
+# Some 64 tokens, and from 2 KiB on an eighth of what lies before: each cut costs a microsecond.
+FIRST_CUT = 256
+CUT_SHARE = 8
 # What lies behind is not looked at: checksums of so much take 0.2 ms.
 MAX_HASHED_BYTES = 256 << 10
 
@@ -91,17 +91,14 @@ class PrefixIndex:
 
     def num_known_tokens(self, prompt: Prompt) -> int:
         """About so many tokens of the prompt, from the first on, were in an earlier one."""
-        known = self._sizes
-        return _CUTS[bisect_left(prompt.checksums, True, key=lambda c: c not in known)] // (
-            BYTES_PER_TOKEN
-        )
+        sizes = self._sizes
+        num_known = bisect_left(prompt.checksums, True, key=lambda c: c not in sizes)
+        return _CUTS[num_known] // BYTES_PER_TOKEN
 
     def note(self, prompt: Prompt) -> None:
         """The worker gets the prompt."""
-        sizes = self._sizes
-        for checksum, size in zip(
-            reversed(prompt.checksums), reversed(_SIZES[: len(prompt.checksums)]), strict=True
-        ):
+        sizes, checksums = self._sizes, prompt.checksums
+        for checksum, size in zip(checksums[::-1], _SIZES[len(checksums) - 1 :: -1], strict=False):
             self._num_bytes += size - sizes.pop(checksum, 0)
             sizes[checksum] = size
         while self._num_bytes > self._max_bytes:

@@ -44,13 +44,13 @@ def index(*prompts: Prompt, max_tokens: int = 1 << 20) -> PrefixIndex:
 
 @pytest.mark.parametrize("num_bytes", [1280, 12_800, 200_000])
 def test_a_prompt_is_known_up_to_where_it_differs(num_bytes: int) -> None:
-    """To a block of 128 bytes, or a sixteenth."""
+    """To 256 bytes, or an eighth."""
     first = words(num_bytes)
     known = index(make_prompt(first)).num_known_tokens(make_prompt(first + b"and more" * 99))
-    assert num_bytes * 15 // 16 - 128 <= known * BYTES_PER_TOKEN <= num_bytes
+    assert num_bytes * 7 // 8 - 256 <= known * BYTES_PER_TOKEN <= num_bytes
     other = first[: num_bytes // 2] + b"X" + first[num_bytes // 2 + 1 :]
     known = index(make_prompt(first)).num_known_tokens(make_prompt(other))
-    assert num_bytes * 15 // 32 - 128 <= known * BYTES_PER_TOKEN <= num_bytes // 2
+    assert num_bytes * 7 // 16 - 256 <= known * BYTES_PER_TOKEN <= num_bytes // 2
 
 
 def test_the_next_turn_of_a_chat_begins_with_the_one_before() -> None:
@@ -59,7 +59,7 @@ def test_the_next_turn_of_a_chat_begins_with_the_one_before() -> None:
     known = index(chat(question)).num_known_tokens(
         chat(question, answer, "And now?", temperature=0.7)
     )
-    assert 600 - 128 <= known * BYTES_PER_TOKEN <= 600 + 6
+    assert 600 - 256 <= known * BYTES_PER_TOKEN <= 600 + 6
     assert index(chat(question)).num_known_tokens(chat("Now: " + question)) == 0
 
 
@@ -83,12 +83,11 @@ def test_whatever_a_client_sends_is_some_prompt(frames: list[bytes]) -> None:
 
 def test_what_is_remembered_fits_the_arena_and_the_oldest_goes_first() -> None:
     prompts = [make_prompt(words(1280, str(i))) for i in range(10)]
-    remembered = index(*prompts, max_tokens=1000)
+    remembered = index(*prompts, max_tokens=1100)
     known = [remembered.num_known_tokens(prompt) for prompt in prompts]
     assert known[:6] == [0] * 6
     assert known[7:] == [320] * 3
-    assert sum(known) <= 1000
-    assert 0 < known[6] < 320, "of one prompt the end goes first"
+    assert known[6] == 128, "of one prompt the end goes first"
 
 
 def test_a_prefix_that_is_used_stays() -> None:
@@ -101,5 +100,5 @@ def test_a_prefix_that_is_used_stays() -> None:
 
 def test_a_prompt_of_any_length_has_few_checksums() -> None:
     prompt = make_prompt(bytes(4 * MAX_HASHED_BYTES))
-    assert len(prompt.checksums) < 100
+    assert len(prompt.checksums) < 60
     assert index(prompt).num_known_tokens(prompt) * BYTES_PER_TOKEN >= MAX_HASHED_BYTES

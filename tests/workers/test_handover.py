@@ -604,11 +604,10 @@ def test_nothing_is_offered_without_room_and_the_wait_is_told_and_ends(
         owner.dispatch(prompt, number=number, prefill=prefill.name, budget_ms=budget_ms)
     pass_on(owner, prefill, m.OFFER)
     assert len(prefill.batch().rows) == 1
+    pass_on(prefill, owner, m.OFFER_HELD)
     owner.clear()
     for _ in range(3):
         owner.tick()
-        from_p = m.OfferHeld(grant_id=1)
-        owner.from_peer(prefill.name, m.OFFER_HELD, from_p)
     assert owner.sent(m.OFFER) == []
     loads = [beat.body.load for beat in owner.sent(m.HEARTBEAT)]
     assert [load.num_waiting for load in loads] == [2, 2, 1]
