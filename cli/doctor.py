@@ -3,10 +3,18 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from llmrt.cli.options import JsonOption
+from llmrt.cli.config import load
+from llmrt.cli.options import ConfigOption, JsonOption
+from llmrt.wire.errors import ConfigError
+from llmrt.workers.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from llmrt.kernels.cpu.library import Family
 
 # As /proc/cpuinfo names what family_*.c is compiled for.
 _FLAGS = {
@@ -26,12 +34,12 @@ class Check:
     remedy: str = ""
 
 
-def doctor(json_output: JsonOption = False) -> None:
-    """Check what a worker needs on this machine; exit with 1 if it cannot run.
+def doctor(config: ConfigOption = None, json_output: JsonOption = False) -> None:
+    """Check what a worker with the settings in force here needs; exit with 1 if it cannot run.
 
     Example: llmrt doctor
     """
-    checks = list(examine())
+    checks = list(examine(config))
     is_ok = all(check.status != "error" for check in checks)
     if json_output:
         print(json.dumps({"is_ok": is_ok, "checks": [asdict(check) for check in checks]}))
@@ -40,16 +48,23 @@ def doctor(json_output: JsonOption = False) -> None:
     raise typer.Exit(0 if is_ok else 1)
 
 
-def examine() -> Iterator[Check]:
-    """All checks, in the order in which they matter."""
+def examine(config: Path | None = None) -> Iterator[Check]:
+    """All checks, in the order in which they matter. Settings are those of the environment and of
+    `config`, or llmrt.toml; ones that cannot be read are a fault, and the defaults are examined.
+    """
+    settings = WorkerSettings(model=Path())
     yield _python()
+    try:
+        settings = load(WorkerSettings, {"model": settings.model}, config)
+    except ConfigError as error:
+        yield Check("settings", "not usable", "error", error.message)
     yield Check("cpu", _cpu())
     has_packages = True
     for check in _packages():
         has_packages &= check.status == "ok"
         yield check
     if has_packages:  # else what follows cannot be imported
-        yield from _step()
+        yield from _step(settings)
         yield _cores()
         yield from _memory()
 
@@ -86,8 +101,6 @@ def _cpu() -> str:
 
 def _cpu_fact(name: str) -> str:
     """What the kernel says of the first CPU, or nothing."""
-    from pathlib import Path
-
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -110,30 +123,67 @@ def _packages() -> Iterator[Check]:
         yield Check("packages", ", ".join(_WORKER_PACKAGES))
 
 
-def _step() -> Iterator[Check]:
-    """The compiled step, its families, and torch, of which a worker needs one."""
+def _step(settings: WorkerSettings) -> Iterator[Check]:
+    """What the settings make a worker compute with, the compiled step or torch, and what both of
+    them are here."""
     from importlib.util import find_spec
     from shutil import which
 
     from llmrt.kernels.cpu.library import PATH, LibraryMissing, best_family, families
 
-    compiler = which("cc") or which("gcc") or which("clang")
     has_torch = find_spec("torch") is not None
     try:
         best = best_family()
     except LibraryMissing as error:
-        lost = "warning" if has_torch else "error"
-        yield Check("compiled step", "not usable", lost, str(error))
+        device = _device(settings, has_step=False, has_torch=has_torch)
+        yield device
+        yield Check("compiled step", "not usable", device.status, str(error))
     else:
+        yield _device(settings, has_step=True, has_torch=has_torch)
         yield Check("compiled step", str(PATH))
         for family in families():
-            if family == best:
-                how = "used: the first that this CPU has"
-            else:
-                how = "possible" if family.is_supported else _missing(family.name)
-            yield Check(f"family {family.name}", how)
+            yield Check(f"family {family.name}", _use(family, best, settings))
+    compiler = which("cc") or which("gcc") or which("clang")
     yield Check("compiler", compiler or "none: only needed to build the compiled step")
     yield Check("torch", _torch(has_torch))
+
+
+def _device(settings: WorkerSettings, *, has_step: bool, has_torch: bool) -> Check:
+    """What a worker with these settings would compute with, and what it goes without."""
+    from llmrt.engine.cpu_device import choose_family
+    from llmrt.engine.cpu_program import check_kv_dtype
+    from llmrt.workers.loading import DEVICES, TORCH_LACKS, check_torch
+
+    asked = settings.device
+    if asked not in DEVICES:
+        return Check("device", asked, "error", f"one of {', '.join(DEVICES)} is needed")
+    try:
+        if asked != "torch" and has_step:
+            check_kv_dtype(settings.kv_cache_dtype)
+            family = choose_family(settings.cpu_family)
+            return Check("device", f"cpu: the compiled step, family {family.name}")
+        if asked == "cpu":
+            remedy = "build the compiled step, or set device to auto or torch"
+            return Check("device", "cpu cannot be used", "error", remedy)
+        if not has_torch:
+            value = "torch is not installed" if has_step else "there is none"
+            return Check("device", value, "error", "pip install 'llmrt[torch]'")
+        check_torch(settings)
+    except ConfigError as error:
+        return Check("device", f"{asked} does not go with other settings", "error", error.message)
+    remedy = "set device to auto or cpu" if has_step else "build the compiled step"
+    return Check("device", f"torch, without {TORCH_LACKS}", "warning", remedy)
+
+
+def _use(family: "Family", best: "Family", settings: WorkerSettings) -> str:
+    """Of a family: whether workers use it, and why or why not."""
+    if not family.is_supported:
+        return _missing(family.name)
+    if settings.device == "torch":
+        return "possible, but device is torch"
+    if settings.cpu_family is not None:
+        return "used: cpu_family says so" if family.name == settings.cpu_family else "possible"
+    return "used: the first that this CPU has" if family == best else "possible"
 
 
 def _missing(family: str) -> str:

@@ -93,7 +93,8 @@ WORKER_HELP = {
     "max_running": "most requests in one step",
     "max_waiting": "most requests in the queue",
     "step_tokens": "most tokens in one step",
-    "threads": "threads of a step (default: the cores that other workers here leave at that time)",
+    "threads": "threads of a step (default: all cores, which workers of the compiled step with one "
+    "runtime_dir divide at that time; with torch all of them, unless local_workers says else)",
     "local_workers": "workers on this host, among which torch divides the cores (llmrt up sets it)",
     "transfer": "how KV blocks pass between workers: auto, shm or tcp",
     "kv_host": "address at which workers of other hosts read KV blocks (default: that of link)",
@@ -109,7 +110,8 @@ WORKER_HELP = {
     "placement": "where prompts are computed: auto, local or remote",
     "checksums": "compare KV blocks that are handed over: auto, off, sampled or full",
     "stream_interval_ms": "send tokens that come within so many milliseconds together",
-    "speculative": "guess tokens of texts that repeat themselves: off or ngram",
+    "speculative": "guess tokens of texts that repeat themselves, in the worker's own KV cache: "
+    "off or ngram; a prefill worker never does",
     "speculative_tokens": "most guesses in a step, 1 to 16",
     "has_fencing": "kill a prefill worker of this host that is silent and may still write here",
     "has_prefix_cache": "keep the KV cache of prompts for later ones",

@@ -43,6 +43,8 @@ KV_LAYOUT = "block-major/k-dim-token/v-token-dim"
 DEFAULT_CONTEXTS = 4
 MAX_MEMORY_SHARE = 0.25
 _OMP_SPINS = "20000"
+# What a worker goes without where torch stands in for the compiled step.
+TORCH_LACKS = "speed, int8 and fp8 KV, and that company in a batch changes no bit of a logit"
 
 Progress = Callable[[int, int], None]
 
@@ -152,7 +154,7 @@ def _make_device(
             "device.replaced",
             device="torch",
             reason=obstacle,
-            lost="speed, int8 and fp8 KV, and that company in a batch changes no bit of a logit",
+            lost=TORCH_LACKS,
         )
     return _torch_device(settings, opened, max_context, progress)
 
@@ -190,15 +192,7 @@ def _cpu_device(
 def _torch_device(
     settings: WorkerSettings, opened: OpenedModel, max_context: int, progress: Progress | None
 ) -> _Ready:
-    if settings.cpu_family is not None:
-        raise ConfigError(
-            f"cpu_family is {settings.cpu_family!r}: only the cpu device has families"
-        )
-    if settings.kv_cache_dtype in ("int8", "fp8"):
-        raise ConfigError(
-            f"kv_cache_dtype is {settings.kv_cache_dtype!r}: the torch device has bf16 and f32, "
-            "int8 and fp8 need --device cpu"
-        )
+    check_torch(settings)
     # Before torch starts its threads: ones that spin long would take the cores of other workers,
     # ones that never do cost a step of hundreds of operations a third of its time.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -221,6 +215,19 @@ def _torch_device(
         )
         warm_up(device)
         return _Ready(device, hashed.result())
+
+
+def check_torch(settings: WorkerSettings) -> None:
+    """Raise `ConfigError` for settings that only the cpu device has."""
+    if settings.cpu_family is not None:
+        raise ConfigError(
+            f"cpu_family is {settings.cpu_family!r}: only the cpu device has families"
+        )
+    if settings.kv_cache_dtype in ("int8", "fp8"):
+        raise ConfigError(
+            f"kv_cache_dtype is {settings.kv_cache_dtype!r}: the torch device has bf16 and f32, "
+            "int8 and fp8 need --device cpu"
+        )
 
 
 def _make_arena(

@@ -10,6 +10,7 @@ from tests.integration.conftest import StartCluster
 from tests.integration.probes import wait_until
 
 from llmrt.client import Client
+from llmrt.kvtransfer.transports import TRANSPORTS
 
 pytestmark = pytest.mark.integration
 
@@ -34,7 +35,8 @@ def test_both_ends_of_a_link_are_measured(start_cluster: StartCluster, transfer:
     for row in rows:
         assert row["transport"] == ("shm" if transfer == "auto" else "tcp")
         assert row["bytes_per_s"] > 1e7  # type: ignore[operator]
-        reasons = {} if transfer == "auto" else {"shm": "transfer is tcp"}
+        better = {"shm", *TRANSPORTS} - {"tcp"} if row["role"] != "prefill" else {"shm"}
+        reasons = {} if transfer == "auto" else dict.fromkeys(better, "transfer is tcp")
         assert row["why_not"] == reasons
 
 

@@ -31,7 +31,10 @@ def quality(
     context: Annotated[int, typer.Option(help="tokens of a window")] = 512,
     tokens: Annotated[
         int | None,
-        typer.Option(help="first so many tokens of the text [all]", show_default=False),
+        typer.Option(
+            help="first so many tokens of the text, and below 1024 fewer prompts [all]",
+            show_default=False,
+        ),
     ] = None,
     threads: Annotated[
         int | None, typer.Option(help="threads of a step [all cores]", show_default=False)

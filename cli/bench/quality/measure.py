@@ -2,7 +2,8 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
 import numpy as np
@@ -22,6 +23,9 @@ from llmrt.wire.errors import ConfigError, InternalError
 
 # Of a chunk; each device keeps a buffer of that size.
 _LOGITS_BYTES = 32 << 20
+# From so many tokens of the text on, all prompts are continued. Below, they would be most of the
+# work, for a figure that is no firmer than the others.
+_FULL_TOKENS = 1024
 
 Progress = Callable[[str], None]
 
@@ -30,7 +34,7 @@ Progress = Callable[[str], None]
 class QualitySettings:
     """Windows of `context` tokens over the first `max_tokens` of the text (None: all of it).
 
-    Behind `num_prompts` of `prompt_tokens` each, `output_tokens` are generated.
+    Behind `num_prompts` of `prompt_tokens` each, `output_tokens` are generated; see `for_text`.
     """
 
     context: int = 512
@@ -38,6 +42,18 @@ class QualitySettings:
     num_prompts: int = 16
     prompt_tokens: int = 64
     output_tokens: int = 64
+
+    def for_text(self, num_tokens: int) -> "QualitySettings":
+        """With fewer prompts, and fewer tokens behind each, for a text of less than 1024 tokens:
+        in proportion, down to 2 prompts and 16 tokens.
+        """
+
+        def part(whole: int, least: int) -> int:
+            return min(whole, max(least, round(whole * num_tokens / _FULL_TOKENS)))
+
+        return replace(
+            self, num_prompts=part(self.num_prompts, 2), output_tokens=part(self.output_tokens, 16)
+        )
 
     def check(self) -> None:
         """Raise `ConfigError` naming the flag at fault."""
@@ -80,9 +96,9 @@ def make_chunks(corpus: Corpus, context: int, vocab_size: int) -> list[Chunk]:
     ]
 
 
-def num_progress(chunks: Sequence[Chunk], num_variants: int) -> int:
+def num_progress(chunks: Sequence[Chunk], output_tokens: int, num_variants: int) -> int:
     """How often `measure` reports progress."""
-    return num_variants * (len(chunks) + 1)
+    return num_variants * (len(chunks) + output_tokens)
 
 
 def measure(
@@ -92,7 +108,8 @@ def measure(
     output_tokens: int,
     progress: Progress,
 ) -> list[Quality]:
-    """Of each variant, the first of which is the reference.
+    """Of each variant, the first of which is the reference. Reports every chunk of the text, and
+    every token behind the prompts.
 
     Raises `InternalError` if a logit is not finite.
     """
@@ -106,8 +123,8 @@ def measure(
             progress(variant.label)
     outputs = []
     for variant in variants:
-        outputs.append(variant.generate(prompts, output_tokens))
-        progress(variant.label)
+        on_token = partial(progress, f"{variant.label}, greedy")
+        outputs.append(variant.generate(prompts, output_tokens, on_token))
     return [
         Quality(tally.figures(), fmean(map(equal_share, outputs[0], found)))
         for tally, found in zip(tallies, outputs, strict=True)

@@ -42,10 +42,12 @@ def measure_quality(
     formats = choose_formats(opened, dtypes, kv_dtypes)
     corpus = make_corpus(text, Tokenizer.of_model(opened), settings.max_tokens)
     chunks = make_chunks(corpus, settings.context, opened.spec.vocab_size)
+    settings = settings.for_text(len(corpus.token_ids))
     prompts = corpus.prompts(settings.num_prompts, settings.prompt_tokens)
     sizes = _sizes(settings, corpus, opened)
     num_variants = 1 + len(formats.pairs)
-    with progress_bar(num_variants + num_progress(chunks, num_variants)) as progress:
+    num_steps = num_variants + num_progress(chunks, settings.output_tokens, num_variants)
+    with progress_bar(num_steps) as progress:
         variants = []
         for variant in load_variants(opened, formats, sizes, threads):
             variants.append(variant)

@@ -1,7 +1,7 @@
 """One model on the CPU in several formats: packed once per format of weights, in memory."""
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmrt.cli.bench.quality.divergence import Logits
@@ -64,8 +64,15 @@ class Variant:
         row = Row(SequenceId(0), LOCAL_ARENA, token_ids, start, blocks)
         return self._device.all_logits(Batch(0, (row,)))
 
-    def generate(self, prompts: "Sequence[array[int]]", num_tokens: int) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: "Sequence[array[int]]",
+        num_tokens: int,
+        on_token: Callable[[], None] = lambda: None,
+    ) -> list[list[int]]:
         """The likeliest tokens behind each prompt, end tokens like any other.
+
+        `on_token` is called whenever all of them have one more.
 
         Raises `InternalError` if a logit is not finite.
         """
@@ -82,6 +89,7 @@ class Variant:
                     raise draw.error
                 starts[idx] = len(sequences[idx])
                 sequences[idx].append(draw.token_ids[0])
+            on_token()
         return [ids[-num_tokens:].tolist() for ids in sequences]
 
     def _row(self, idx: int, token_ids: "array[int]", start: int) -> Row:

@@ -4,7 +4,8 @@ import json
 import math
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from llmrt.cli.bench.quality import measure as quality_measure
+from llmrt.cli.bench.quality import start as quality_start
 from llmrt.cli.bench.quality.measure import QualitySettings
 from llmrt.cli.bench.quality.report import text_of
 from llmrt.cli.bench.quality.start import measure_quality
@@ -165,6 +167,40 @@ def test_a_damaged_weight_is_an_error(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     with pytest.raises(InternalError, match="f32 weights, f32 KV has a logit that is not finite"):
         measure_quality(tmp_path, ["f32"], ["f32"], settings=SETTINGS, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_prompts", "output_tokens"),
+    [(7021, 16, 64), (1024, 16, 64), (512, 8, 32), (64, 2, 16), (2, 2, 16)],
+)
+def test_a_short_text_has_fewer_prompts(
+    num_tokens: int, num_prompts: int, output_tokens: int
+) -> None:
+    """Or the prompts would be most of the work of `--tokens 64`."""
+    settings = QualitySettings().for_text(num_tokens)
+    assert (settings.num_prompts, settings.output_tokens) == (num_prompts, output_tokens)
+    few = replace(settings, num_prompts=1, output_tokens=3).for_text(num_tokens)
+    assert (few.num_prompts, few.output_tokens) == (1, 3)
+
+
+def test_progress_covers_loading_text_and_every_token_behind_the_prompts(
+    model: tuple[Path, transformers.PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals: list[int] = []
+    labels: list[str] = []
+
+    @contextmanager
+    def bar(total: int) -> Iterator[Callable[[str], None]]:
+        totals.append(total)
+        yield labels.append
+
+    monkeypatch.setattr(quality_start, "progress_bar", bar)
+    settings = replace(SETTINGS, output_tokens=5)
+    report = measure_quality(model[0], ["f32"], ["bf16"], settings=settings, threads=1)
+    assert (report["num_prompts"], report["output_tokens"]) == (2, 5)
+    num_windows = len(windows(model[0]))
+    assert totals == [len(labels)] == [2 * (1 + num_windows + 5)]
+    assert labels[-5:] == ["f32 weights, bf16 KV, greedy"] * 5
 
 
 @pytest.mark.parametrize(
