@@ -92,6 +92,8 @@ class WorkerShell:
         self._mappers: dict[AttachedPeer, WorkerName] = {}
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._num_bad_messages = 0
+        self._is_served = False
+        self._early_peers: list[Peer] = []
         self._driver: Driver[ev.Event, do.Effect] = Driver(
             core, self._perform, ev.Tick(), validate=validate
         )
@@ -111,9 +113,14 @@ class WorkerShell:
 
     async def start(self) -> None:
         """Serve the arena. Raises `ConfigError` or `AddressInUse`; `close` is due even then."""
-        await self._bulk.start()
         if self._arena_server is not None:
             await self._arena_server.start()
+        await self._bulk.start()
+        # No peer has heard of us before: all that it is told of is there.
+        self._is_served = True
+        for peer in self._early_peers:
+            self._connect(peer)
+        self._early_peers.clear()
 
     async def run(self) -> None:
         """Serve until cancelled. Raises what ended the worker otherwise."""
@@ -154,7 +161,10 @@ class WorkerShell:
             case do.Tokenize():
                 self._text_thread.submit(self._tokenize, effect).add_done_callback(self._post)
             case do.ConnectPeer(peer_row):
-                self._connect(peer_row)
+                if self._is_served:
+                    self._connect(peer_row)
+                else:
+                    self._early_peers.append(peer_row)
             case do.ForgetPeer(peer):
                 self._forget(peer)
             case do.AttachArena():
