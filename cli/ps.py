@@ -97,31 +97,25 @@ def table(reply: "PsReply") -> str:
         for row in reply.workers
         if row.num_waiting and row.oldest_waiting_s
     ]
-    if queues:
-        parts.append("\n".join(queues))
     refusals = [
         f"link of {row.worker_id} to {peer} is refused: {reason}"
         for row in reply.workers
         for peer, reason in sorted(row.refusals.items())
     ]
-    if refusals:
-        parts.append("\n".join(refusals))
     mismatches = [
         f"KV of {row.worker_id} had changed, and was not used: {row.num_checksum_mismatches} times "
         f"on its way, {row.num_seal_mismatches} times in the cache"
         for row in reply.workers
         if row.num_checksum_mismatches or row.num_seal_mismatches
     ]
-    if mismatches:
-        parts.append("\n".join(mismatches))
     writers = [
         f"{row.worker_id} ended {row.num_fenced} silent prefill workers by force, and "
         f"{row.num_quarantined_blocks} of its blocks wait for the end of their writer"
         for row in reply.workers
         if row.num_fenced or row.num_quarantined_blocks
     ]
-    if writers:
-        parts.append("\n".join(writers))
+    notes = (queues, refusals, mismatches, writers)
+    parts += ["\n".join(lines) for lines in notes if lines]
     if requests:
         heads_of_requests = ("REQUEST", "STAGE", "DECODE", "PREFILL", "TOKENS", "AGE")
         parts.append(columns(heads_of_requests, requests))

@@ -16,9 +16,9 @@ from llmrt.kvtransfer.transport import (
     LinkOptions,
     Transport,
 )
-from llmrt.kvtransfer.transports import scheme_of
 from llmrt.wire.errors import LlmrtError, TransferFailed
 from llmrt.wire.ids import BlockId, LeaseId, WorkerName
+from llmrt.workers.probing import scheme_of
 
 COPY_BYTES = 16 << 20
 

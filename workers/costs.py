@@ -8,7 +8,7 @@ bad minute does not exclude a worker for ever.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from llmrt.engine.batch import Row, SequenceId
 from llmrt.wire.ids import WorkerName
@@ -105,7 +105,6 @@ class PrefillPeer:
     free_at: float = 0.0
     num_foreign_tokens: int = 0
     reported_at: float = 0.0
-    offered: set[SequenceId] = field(default_factory=set)
 
 
 class Costs:
@@ -140,18 +139,13 @@ class Costs:
         """A prompt that takes so long is in that worker's queue."""
         known = self._peer(peer)
         known.free_at = max(now, known.free_at) + seconds
-        known.offered.add(sequence_id)
         self._offered[sequence_id] = peer
 
     def settled(self, sequence_id: SequenceId, now: float) -> None:
         """It is not any more, for whatever reason. Idempotent."""
         peer = self._offered.pop(sequence_id, None)
-        if peer is None:
-            return
-        known = self._peer(peer)
-        known.offered.discard(sequence_id)
-        if not known.offered:
-            known.free_at = now
+        if peer is not None and peer not in self._offered.values():
+            self._peer(peer).free_at = now
 
     def prefilled(
         self, peer: WorkerName, expected_s: float, seconds: float, handover_s: float, now: float

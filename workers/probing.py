@@ -65,6 +65,7 @@ class LinkState:
 
 
 def scheme_of(address: str) -> str:
+    """The transport that an address of a peer is for, which may be one that we do not know."""
     return address.partition("://")[0]
 
 

@@ -1,5 +1,7 @@
 """Weighs where prompts are computed: facts for `placement`, and what is learned after. Pure."""
 
+from dataclasses import replace
+
 from llmrt.engine.sequence import Sequence
 from llmrt.wire.ids import WorkerName
 from llmrt.wire.kv import BLOCK_TOKENS
@@ -24,18 +26,19 @@ class Weighing:
         remote = named if named is not None and named not in request.excluded else None
         mode = None if remote is None else self._links.mode_to(remote)
         placement = self._context.settings.placement
+        num_cached = self._num_cached(sequence)
         facts = PlacementCosts(
-            num_uncached=len(sequence.token_ids) - self._num_cached(sequence),
+            num_uncached=len(sequence.token_ids) - num_cached,
             remote=remote,
             remote_mode=mode,
         )
         if placement == "auto" and remote is not None and mode is not None:
-            facts = self._weighed(facts, remote, sequence)
+            facts = self._weighed(facts, remote, sequence, num_cached)
         return choose_prefill(placement, facts)
 
     def offered(self, peer: WorkerName, sequence: Sequence) -> None:
         """A prefill worker is asked for the prompt."""
-        seconds = self._there_s(peer, sequence)
+        seconds = self._there_s(peer, sequence, self._num_cached(sequence))
         self._costs.offered(peer, sequence.sequence_id, seconds, self._context.now)
 
     def arrived(self, request: OwnedRequest, arrival: Arrival) -> None:
@@ -58,7 +61,7 @@ class Weighing:
         self._costs.settled(sequence.sequence_id, self._context.now)
 
     def _weighed(
-        self, facts: PlacementCosts, remote: WorkerName, sequence: Sequence
+        self, facts: PlacementCosts, remote: WorkerName, sequence: Sequence, num_cached: int
     ) -> PlacementCosts:
         costs, now, scheduler = self._costs, self._context.now, self._context.scheduler
         if not costs.prefill.is_measured:
@@ -66,13 +69,10 @@ class Weighing:
         running = scheduler.running.values()
         placed = (s for s in scheduler.waiting.values() if s.is_placed)
         prefilling = [*(s for s in running if s.is_prefilling), *placed]
-        length = len(sequence.token_ids)
-        return PlacementCosts(
-            num_uncached=facts.num_uncached,
-            remote=remote,
-            remote_mode=facts.remote_mode,
-            here_s=costs.prefill.of(length - facts.num_uncached, length),
-            there_s=self._there_s(remote, sequence),
+        return replace(
+            facts,
+            here_s=costs.prefill.of(num_cached, len(sequence.token_ids)),
+            there_s=self._there_s(remote, sequence, num_cached),
             queue_here_s=sum(
                 costs.prefill.of(s.num_computed, len(s.token_ids)) for s in prefilling
             ),
@@ -90,8 +90,8 @@ class Weighing:
         hashes = self._context.scheduler.cache.hashes(sequence)
         return self._context.ledger.lookup(hashes) * BLOCK_TOKENS
 
-    def _there_s(self, peer: WorkerName, sequence: Sequence) -> float:
+    def _there_s(self, peer: WorkerName, sequence: Sequence, num_cached: int) -> float:
         """Seconds of the prompt at a prefill worker, which reads our cache in place only."""
-        start = self._num_cached(sequence) if self._links.mode_to(peer) == GRANT else 0
+        start = num_cached if self._links.mode_to(peer) == GRANT else 0
         seconds = self._costs.prefill.of(start, len(sequence.token_ids))
         return seconds * self._costs.factor(peer, self._context.now)

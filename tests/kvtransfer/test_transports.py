@@ -14,7 +14,7 @@ import pytest
 
 from llmrt.kvtransfer.arena import Arena
 from llmrt.kvtransfer.transport import PROBE_LEASE, BlockReader, LinkOptions, Transport
-from llmrt.kvtransfer.transports import TRANSPORTS, scheme_of
+from llmrt.kvtransfer.transports import TRANSPORTS
 from llmrt.wire.errors import ProtocolError, TransferFailed
 from llmrt.wire.ids import BlockId, LeaseId
 
@@ -173,7 +173,7 @@ async def read_and_pause(reader: BlockReader, owner: Owner, arena: Arena) -> "as
 
 
 def test_an_address_names_its_transport(transport: Transport, owner: Owner) -> None:
-    assert scheme_of(owner.addresses[0]) == transport.scheme
+    assert owner.addresses[0].startswith(f"{transport.scheme}://")
 
 
 def test_what_is_no_address_is_refused(transport: Transport, arena: Arena) -> None:
