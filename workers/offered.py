@@ -12,6 +12,7 @@ answered all the same: the answer to an earlier one may have been lost.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 
 from llmrt.engine.batch import LOCAL_ARENA, ArenaId, Drawn, SequenceId
@@ -63,7 +64,8 @@ class OfferedPrefills:
     ) -> None:
         key = (sender, offer.grant_id)
         if key in self._offers:
-            self._say_held(self._offers[key])  # sent again because no answer came yet
+            # Sent again because no answer came yet.
+            self._say_held(self._offers[key], self._pending_tokens())
             return
         tokens, blocks = unpack_u32(raw_tokens), unpack_u32(raw_blocks)
         refusal = self._refusal(sender, offer, tokens, blocks)
@@ -198,9 +200,9 @@ class OfferedPrefills:
 
     def beat(self) -> None:
         """Say what is held, again what was not answered, and end what is overdue."""
-        now = self._context.now
+        now, pending = self._context.now, self._pending_tokens()
         for offered in list(self._offers.values()):
-            self._say_held(offered)
+            self._say_held(offered, pending)
             if offered.num_announced:
                 self._send_chunk(offered, 0)
             if offered.commit is not None:
@@ -296,21 +298,22 @@ class OfferedPrefills:
         self._offers[offered.key] = offered
         self._by_sequence[sequence.sequence_id] = offered
         context.scheduler.add(sequence)
-        self._say_held(offered)
+        self._say_held(offered, self._pending_tokens())
 
-    def _say_held(self, offered: OfferedPrefill) -> None:
+    def _say_held(self, offered: OfferedPrefill, pending: Counter[WorkerName]) -> None:
         """A sign of life for one offer: without it the owner takes its prompt elsewhere."""
         held = m.OfferHeld(
-            grant_id=offered.grant_id, num_foreign_tokens=self._num_foreign_tokens(offered.owner)
+            grant_id=offered.grant_id, num_foreign_tokens=pending.total() - pending[offered.owner]
         )
         self._context.send_peer(offered.owner, m.OFFER_HELD, held, request_id=offered.request_id)
 
-    def _num_foreign_tokens(self, owner: WorkerName) -> int:
-        return sum(
-            offered.sequence.num_pending
-            for offered in self._offers.values()
-            if offered.owner != owner and offered.commit is None
-        )
+    def _pending_tokens(self) -> Counter[WorkerName]:
+        """Tokens that are to be computed, by owner."""
+        pending: Counter[WorkerName] = Counter()
+        for offered in self._offers.values():
+            if offered.commit is None:
+                pending[offered.owner] += offered.sequence.num_pending
+        return pending
 
     def _advance(self, offered: OfferedPrefill) -> None:
         """Hash what is new and checked, and tell the owner of a lease which blocks it may read."""

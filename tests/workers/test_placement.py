@@ -116,3 +116,18 @@ def test_an_owner_measures_itself_first_and_offers_what_would_hold_up_its_stream
     # 60 tokens took 10 ms; one stream would have waited as long again.
     assert finished.body.placement_ms["here"] == pytest.approx(20)
     assert finished.body.placement_ms["there"] == pytest.approx(12)
+
+
+def test_a_prefill_worker_tells_each_owner_what_others_have_in_its_queue(
+    make_worker: Any, link: Any, tokens_of: Callable[[int], list[int]]
+) -> None:
+    one, other, prefill = make_worker("decode"), make_worker("both"), make_worker("prefill")
+    for owner in (one, other):
+        link(owner, prefill)
+    for owner, num_tokens in ((one, 60), (other, 100)):
+        owner.dispatch(tokens_of(num_tokens), prefill=prefill.name, max_tokens=1)
+        prefill.relay(owner.sent(m.OFFER)[0], owner.name)
+    prefill.clear()
+    prefill.tick()
+    foreign = {sent.target: sent.body.num_foreign_tokens for sent in prefill.sent(m.OFFER_HELD)}
+    assert foreign == {one.name: 100, other.name: 60}
